@@ -152,7 +152,7 @@ def serve_metrics(port: int = 0, host: str = "127.0.0.1") -> int:
             except OSError as error:
                 raise SystemCallError(
                     f"serve_metrics: port {port} of {host}: {error.strerror}; take another one, "
-                    "or 0 for any that is free"
+                    "or give serve_metrics 0 for any that is free"
                 ) from error
             _port = int(server.server_port)
         return _port

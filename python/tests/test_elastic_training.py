@@ -51,3 +51,44 @@ def test_the_losses_are_those_of_a_run_in_which_nobody_dies() -> None:
     assert len(common) >= STEPS - 2, said
     for step in common:
         assert losses[step] == pytest.approx(undisturbed[step], rel=1e-12), step
+
+
+LATE = """
+import time
+import ferry
+boot = ferry.from_environment()
+group = ferry.Group(boot, experts=3, elastic="late", deadline=2)
+view, end = group.view(), time.monotonic() + 30
+step = view.step + 1
+if group.rank == 1 and not boot.joins:
+    time.sleep(3)  # the others go on without it: evicted, it fails
+while not view.joined:
+    assert time.monotonic() < end
+    try:
+        if group.commit(step):
+            view = group.regroup()
+        step += 1
+        time.sleep(0.01)
+    except (ferry.PeerFailedError, ferry.DeadlineExceededError):
+        view = group.regroup()
+        step = view.step + 1
+group.barrier()
+print("joined", view.joined, "lost", view.lost)
+"""
+
+
+def test_a_process_takes_the_place_of_a_rank_that_was_late(tmp_path: Path) -> None:
+    ferry = shutil.which("ferry", path=str(Path(sys.executable).parent))
+    if ferry is None:
+        pytest.skip("the command `ferry` is not installed: make package")
+    program = tmp_path / "late.py"
+    program.write_text(LATE)
+    done = subprocess.run(
+        [ferry, "run", "--elastic", "2:3", "--restarts", "1", "--", sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("joined [1] lost []") == 3, done.stdout + done.stderr

@@ -208,12 +208,14 @@ std::string tuning_text(const GroupConfig& config) {
 
 std::vector<TunedCall> load_tuning(const std::string& file) {
   std::ifstream in(file, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
-  if (!in || text.size() > kMostBytes) {
+  std::string text(kMostBytes + 1, '\0');
+  in.read(text.data(), static_cast<std::streamsize>(text.size()));  // a folder fails here
+  text.resize(static_cast<std::size_t>(in.gcount()));
+  if (!in.eof() || in.bad() || text.size() > kMostBytes) {
     throw Error(ErrorKind::invalid_argument,
                 "tuning: " + printable(file, 200) +
                     " cannot be read; expected a file that `ferry " +
-                    "plan --tuning` or `ferry bench --tuning` wrote, of at most 16 MiB");
+                    "plan --tuning` or `ferry bench --tune` wrote, of at most 16 MiB");
   }
   std::vector<TunedCall> entries;
   bool known = false;

@@ -16,6 +16,8 @@ TEST(Text, OfAnotherRankIsOneLineOfBoundedLength) {
   EXPECT_EQ(printable("0 … 5", 4), "0 ");  // not in the middle of a character
   EXPECT_EQ(printable("0 … 5", 5), "0 …");
   EXPECT_EQ(printable(std::string(5000, 'x'), 300).size(), 300u);
+  EXPECT_EQ(printable("a\xff\xe2\x80z\xc0\x80\xed\xa0\x80", 100), "a???z?????");  // not UTF-8
+  EXPECT_EQ(printable("\xf0\x9f\x9a\xa2 …é", 100), "\xf0\x9f\x9a\xa2 …é");
 }
 
 TEST(Text, SecondsAreExact) {

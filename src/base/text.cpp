@@ -42,6 +42,26 @@ std::string spell_numbers(std::span<const int> numbers) {
   return text;
 }
 
+namespace {
+
+/// Of the character that `text` begins with; 0 if there is none (overlong forms, surrogates).
+std::size_t utf8_bytes(std::string_view text) {
+  const auto first = static_cast<unsigned char>(text.front());
+  if (first < 0x80) return 1;
+  const std::size_t bytes = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : 2;
+  if (first < 0xc2 || first > 0xf4 || text.size() < bytes) return 0;
+  const auto second = static_cast<unsigned char>(text[1]);
+  const bool strict = (first == 0xe0 && second < 0xa0) || (first == 0xed && second > 0x9f) ||
+                      (first == 0xf0 && second < 0x90) || (first == 0xf4 && second > 0x8f);
+  if (strict) return 0;
+  for (const char c : text.substr(1, bytes - 1)) {
+    if ((static_cast<unsigned char>(c) & 0xc0) != 0x80) return 0;
+  }
+  return bytes;
+}
+
+}  // namespace
+
 std::string printable(std::string_view text, std::size_t most) {
   std::string out(text.substr(0, most));
   if (text.size() > most) {
@@ -50,8 +70,12 @@ std::string printable(std::string_view text, std::size_t most) {
     while (end > 0 && continues(text[end])) --end;
     out.resize(end);
   }
-  for (char& c : out) {
-    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = ' ';
+  for (std::size_t at = 0; at < out.size();) {
+    char& c = out[at];
+    const std::size_t bytes = utf8_bytes(std::string_view(out).substr(at));
+    if (bytes == 0) c = '?';
+    if (bytes == 1 && (static_cast<unsigned char>(c) < 0x20 || c == 0x7f)) c = ' ';
+    at += std::max<std::size_t>(bytes, 1);
   }
   return out;
 }

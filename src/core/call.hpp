@@ -52,7 +52,7 @@ struct ExchangeTerms {
   std::uint16_t crossing;        ///< a Crossing, never automatic; 0 in calls that do not cross
   std::uint32_t carries_routes;  ///< whether it is the first dispatch of its plan
   std::uint16_t has_weights;
-  std::uint16_t chunk_kib;  ///< of what crosses between domains, where a tuner chose it; 0: not
+  std::uint16_t chunk_kib;    ///< of what crosses between domains, where a tuner chose it; 0: not
   std::uint64_t plan_number;  ///< which plan of the group, by the order of making
 };
 

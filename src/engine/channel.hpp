@@ -147,6 +147,8 @@ class Channel {
   void begin_epoch(const Epoch& epoch);
   /// The group has failed; `for_good`: whatever it failed with before.
   void die(const Error& error, bool for_good = false);
+  /// The same of a rank that has not joined yet: this is no failure.
+  void await_join(const Error& error) { mark_dead(error, false); }
   /// For good, as no majority is left. Other ranks may still run, and this one may go on elsewhere:
   /// so it never tells them that it has left, which would let them go on as if it were gone.
   void give_up(const Error& error);

@@ -110,7 +110,7 @@ void Regroup::seat_joiners() {
 Epoch Regroup::join() {
   constexpr auto kRingPeriod = std::chrono::milliseconds(100);
   channel_.say_joined(Channel::kJoining);
-  channel_.die(
+  channel_.await_join(
       Error(ErrorKind::peer_failed,
             "rank " + std::to_string(channel_.rank()) + ": it has not joined the group yet",
             {channel_.rank(), channel_.rank(), kRegroup, 0, 0, 0}));

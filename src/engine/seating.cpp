@@ -61,8 +61,10 @@ void Seating::hear_waiting(Member& member) const {
 
 bool Seating::one_waits(const Member& member) const {
   return std::any_of(guests_.begin(), guests_.end(), [&](const Guest& guest) {
-    return guest.waits() && !member.view().live.has(guest.visitor.rank) &&
-           !member.quarantined().has(guest.visitor.rank);
+    const int seat = guest.visitor.rank;
+    if (!guest.waits() || member.view().live.has(seat)) return false;
+    // Quarantine ends in the next regroup, if whom the others went on without has ended since.
+    return !member.quarantined().has(seat) || fabric_.peer_state(seat) == fabric::PeerState::dead;
   });
 }
 

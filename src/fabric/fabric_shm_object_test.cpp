@@ -7,6 +7,8 @@
 
 #include <algorithm>
 
+#include "fabric/shm/door.hpp"
+#include "fabric/shm/names.hpp"
 #include "fabric/shm/object.hpp"
 #include "fabric/test_names.hpp"
 #include "fabric/test_ranks.hpp"
@@ -169,6 +171,16 @@ TEST(ShmObject, OtherNamesAreNotOurs) {
         "ferry-1.-2.3-0123456789abcdef0123456789abcdef", "sem.ferry", "xferry-1.2.3-00"}) {
     EXPECT_FALSE(owner_of(name)) << name;
   }
+}
+
+/// What another user may put under a name that it foresees: opening it must not wait for a writer.
+TEST(ShmDoors, AFifoHoldsUpNobody) {
+  const JobKey key = door_key("of the fifo " + std::to_string(getpid()));
+  const std::string file = "/dev/shm" + object_name(key, this_process(), 1, 0);
+  ASSERT_EQ(mkfifo(file.c_str(), 0600), 0);
+  const bool none = Doors(key, 0, 2).list().empty();
+  unlink(file.c_str());
+  EXPECT_TRUE(none);
 }
 
 }  // namespace

@@ -155,7 +155,8 @@ std::vector<std::shared_ptr<Door>> Doors::list() {
 }
 
 std::shared_ptr<Door> Doors::open(const std::string& name, int rank) const {
-  const UniqueDescriptor fd(shm_open(name.c_str(), O_RDONLY | O_CLOEXEC, 0));
+  // Nonblocking: a FIFO or a lease of another user must hold up nobody.
+  const UniqueDescriptor fd(shm_open(name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC, 0));
   if (fd.get() < 0) {
     if (errno != EMFILE && errno != ENFILE && errno != ENOMEM) return nullptr;  // gone, or foreign
     throw Error(ErrorKind::system,

@@ -172,7 +172,7 @@ SharedObject create_object(const std::string& name, std::size_t bytes, int rank)
 
 std::shared_ptr<Memory> open_object(const std::string& name, const Attachment& attachment,
                                     std::uint64_t inode, bool populate) {
-  const UniqueDescriptor fd(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
+  const UniqueDescriptor fd(shm_open(name.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC, 0));
   if (fd.get() < 0) {
     throw_attach(attachment, "shm_open " + name + ": " + error_text(errno) +
                                  (errno == ENOENT ? " (sealed, or the rank died or left)" : ""));
@@ -185,7 +185,7 @@ std::shared_ptr<Memory> open_object(const std::string& name, const Attachment& a
 std::shared_ptr<Memory> open_descriptor(std::int64_t pid, int descriptor,
                                         const Attachment& attachment, std::uint64_t inode) {
   const std::string name = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(descriptor);
-  const UniqueDescriptor fd(open(name.c_str(), O_RDWR | O_CLOEXEC));
+  const UniqueDescriptor fd(open(name.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC));
   if (fd.get() < 0) throw_attach(attachment, "open " + name + ": " + error_text(errno));
   return checked_mapping(fd, name, attachment, inode);
 }

@@ -5,8 +5,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <ferry/error.hpp>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
@@ -72,28 +73,29 @@ class ShmFabric final : public MappedFabric, public Lobby {
     ProcessWatch watch{};
   };
 
-  const Peer& peer_at(int peer) const {
-    // Acquire: of one that was replaced meanwhile.
-    return *peers_[static_cast<std::size_t>(peer)].load(std::memory_order_acquire);
+  /// Lives on while it is looked at, when another thread replaces it.
+  std::shared_ptr<Peer> peer_at(int peer) const {
+    std::scoped_lock lock(peers_mutex_);
+    return peers_[static_cast<std::size_t>(peer)];
   }
   void set_peer(int peer, const std::optional<ProcessName>& process) {
-    all_peers_.push_back(process ? std::make_unique<Peer>(*process) : std::make_unique<Peer>());
-    peers_[static_cast<std::size_t>(peer)].store(all_peers_.back().get(),
-                                                 std::memory_order_release);
+    auto next = process ? std::make_shared<Peer>(*process) : std::make_shared<Peer>();
+    std::scoped_lock lock(peers_mutex_);
+    peers_[static_cast<std::size_t>(peer)].swap(next);
   }
   void replace(int peer, const std::optional<ProcessName>& process,
                std::vector<std::shared_ptr<Memory>> memory);
   std::string object_of(int peer, SegmentId segment) const {
-    return object_name(key_, peer_at(peer).process, peer, segment);
+    return object_name(key_, peer_at(peer)->process, peer, segment);
   }
   bool in_forked_child() const noexcept { return getpid() != owner_pid_; }
 
   JobKey key_;
   JobKey job_;
   pid_t owner_pid_;
-  std::vector<std::atomic<Peer*>> peers_;
-  std::vector<std::unique_ptr<Peer>> all_peers_;  // former ones, too: another thread may look
-  std::set<SegmentId> named_;                     // own segments that still have a name
+  mutable std::mutex peers_mutex_;
+  std::vector<std::shared_ptr<Peer>> peers_;
+  std::set<SegmentId> named_;  // own segments that still have a name
   JobKey door_key_{};
   std::unique_ptr<OwnDoor> door_{};
   std::optional<Doors> doors_{};
@@ -163,23 +165,24 @@ void ShmFabric::forget(int peer) noexcept {
   }
   // One that left has closed its own, and may join again under that name.
   if (!door_ || peer_state(peer) != PeerState::dead) return;
-  shm_unlink(object_name(door_key_, peer_at(peer).process, peer, 0).c_str());
+  shm_unlink(object_name(door_key_, peer_at(peer)->process, peer, 0).c_str());
 }
 
 PeerState ShmFabric::peer_state(int peer) noexcept {
   if (peer < 0 || peer >= size()) return PeerState::unknown;
-  return peers_[static_cast<std::size_t>(peer)].load(std::memory_order_acquire)->watch.state();
+  return peer_at(peer)->watch.state();
 }
 
 void ShmFabric::open(const std::string& name, const std::string& text, std::uint64_t ticket) {
   door_key_ = door_key(name);
-  const std::string own = object_name(door_key_, peer_at(rank()).process, rank(), 0);
-  if (const UniqueDescriptor there(shm_open(own.c_str(), O_RDONLY | O_CLOEXEC, 0));
+  const std::string own = object_name(door_key_, peer_at(rank())->process, rank(), 0);
+  if (const UniqueDescriptor there(shm_open(own.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC, 0));
       there.get() >= 0) {
     throw Error(ErrorKind::refused,
                 "rank " + std::to_string(rank()) +
-                    ": its place is not free: this process has it, "
-                    "in a group of the same name (elastic): destroy that first",
+                    ": its place is not free: this process has it, in a group of the same name "
+                    "(elastic): destroy that first; or another user made /dev/shm" +
+                    own,
                 {.rank = rank(), .peer = rank()});
   }
   door_ = std::make_unique<OwnDoor>(OwnDoor::What{door_key_, key_, rank(), ticket}, text);

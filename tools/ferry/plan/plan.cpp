@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <fstream>
 #include <memory>
@@ -71,6 +72,12 @@ std::vector<Planned> planned(const PlanOptions& options, const Described& cluste
       throw std::runtime_error(fmt::format(
           "--ranks: {} ranks, but {} has {} experts; --copies gives each of them replicas", ranks,
           options.model, experts));
+    }
+    const double host_ranks = cluster.number("host_ranks", 8);
+    if (ranks > host_ranks && std::fmod(ranks, host_ranks) != 0) {
+      throw std::runtime_error(fmt::format(
+          "--ranks: {} ranks are no whole hosts of {}; expected a multiple of {:.0f}, or fewer",
+          ranks, cluster.name(), host_ranks));
     }
     Planned made;
     made.load = load_of(options, routes, ranks);

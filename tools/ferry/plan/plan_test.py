@@ -131,6 +131,7 @@ class Plan(unittest.TestCase):
 
     def test_refuses(self):
         self.assertIn("--copies", plan("--ranks", "512").stderr)
+        self.assertIn("expected a multiple of 8", plan("--ranks", "9").stderr)
         self.assertEqual(plan("--ranks", "512", "--copies", "2").returncode, 0)
         done = plan("--model", "no-such")
         self.assertEqual(done.returncode, 1)
