@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
+import traceback
 from typing import TYPE_CHECKING
 
 from ferry import _ferry
 from ferry.arguments import choice, instance
+from ferry.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     import logging
@@ -21,6 +24,8 @@ _LEVELS = {
 # As in `logging`, which takes some milliseconds to import.
 _LOGGING = {_ferry.LogLevel.warn: 30, _ferry.LogLevel.info: 20, _ferry.LogLevel.debug: 10}
 _thread: _Forwarder | None = None
+_lock = threading.RLock()
+_flushes = False
 
 
 class _Forwarder(threading.Thread):
@@ -53,7 +58,10 @@ class _Forwarder(threading.Thread):
                 {"ferry": fields},
             )
             made.created = record.time_ns / 1e9
-            self._logger.handle(made)
+            try:
+                self._logger.handle(made)
+            except Exception:  # of the program's handler; the next record may fare better
+                traceback.print_exc()
 
     def end(self) -> None:
         self._ends.set()
@@ -70,25 +78,43 @@ def set_log(level: str, logger: logging.Logger | None = None) -> None:
     logger: None: one line for each event on stderr. A logger: its records, by a thread of their
     own, with the line as message and the fields as a dict in their attribute `ferry`.
     """
-    global _thread
+    global _thread, _flushes
     chosen = choice("set_log: level", level, _LEVELS)
     if logger is not None:
         import logging
 
         instance("set_log: logger", logger, logging.Logger, "a logging.Logger or None")
-    if _thread is not None:
-        _ferry.log_to_stderr(_ferry.LogLevel.off)
-        _thread.end()
-        _thread = None
-    if logger is None or level == "off":
-        _ferry.log_to_stderr(chosen)
-        return
-    _thread = _Forwarder(logger)
-    _ferry.log_to_queue(chosen)
-    _thread.start()
+    if threading.current_thread() is _thread:
+        raise InvalidArgumentError("set_log: called by a handler of the log; call it elsewhere")
+    with _lock:
+        if _thread is not None:
+            _ferry.log_to_stderr(_ferry.LogLevel.off)
+            _thread.end()
+            _thread = None
+        if logger is None or level == "off":
+            _ferry.log_to_stderr(chosen)
+            return
+        if not _flushes:  # after the package's own, so that it runs before it
+            atexit.register(_flush)
+            _flushes = True
+        _thread = _Forwarder(logger)
+        _ferry.log_to_queue(chosen)
+        _thread.start()
 
 
-@atexit.register
 def _flush() -> None:
     if _thread is not None:
         set_log("off")
+
+
+def _go_on_in_child() -> None:
+    """The thread is the parent's, and whoever had the queue's lock may not be there."""
+    global _thread, _lock
+    _lock = threading.RLock()
+    _ferry.renew_log_queue()
+    if _thread is not None:
+        _thread = _Forwarder(_thread._logger)
+        _thread.start()
+
+
+os.register_at_fork(after_in_child=_go_on_in_child)

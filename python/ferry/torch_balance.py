@@ -9,6 +9,7 @@ the copies to the result on every rank, so that none leaves the reduction out.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -21,6 +22,22 @@ from ferry.collectives import Collectives
 from ferry.experts import BatchBalancer
 from ferry.group import Group
 from ferry.torch_replicas import copy_experts, reduce_experts
+
+
+class _Seen:
+    """A parameter as it was when its copies were made."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Another tensor may get the address of one that is gone, and begins at the same version.
+        self._tensor = weakref.ref(tensor)
+        self._state = self._of(tensor)
+
+    def is_still(self, tensor: Tensor) -> bool:
+        return self._tensor() is tensor and self._state == self._of(tensor)
+
+    @staticmethod
+    def _of(tensor: Tensor) -> tuple[int, int]:
+        return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
 class Copies:
@@ -46,7 +63,7 @@ class Copies:
         self.balancer = BatchBalancer(
             experts=self.local * group.size, ranks=group.size, slots=slots
         )
-        self._seen: list[tuple[int, int]] = []
+        self._seen: list[_Seen] = []
         self._tensors: dict[str, Tensor] = {}
 
     def invalidate(self) -> None:
@@ -57,17 +74,20 @@ class Copies:
     @torch.no_grad()
     def places(self, experts: nn.Module, topk_idx: Tensor) -> Tensor:
         """Collective. Plans a batch, fetches the copies that it needs, and returns its routes."""
+        instance("ExpertParallel: topk_idx", topk_idx, Tensor, "a tensor")
         parameters = self._parameters(experts)
-        now = [(tensor.data_ptr(), tensor._version) for tensor in parameters.values()]
+        changed = len(parameters) != len(self._seen) or not all(
+            seen.is_still(tensor) for seen, tensor in zip(self._seen, parameters.values())
+        )
         balancer, size = self.balancer, self.ranks.size
         message = torch.empty(balancer.experts + 1, dtype=torch.int32)
         message[:-1] = balancer.counts(topk_idx.contiguous())
-        message[-1] = now != self._seen
+        message[-1] = changed
         every = torch.empty(size, len(message), dtype=torch.int32)
         self.ranks.all_gather(message, every)
         for rank in every[:, -1].nonzero().flatten().tolist():
             balancer.invalidate(rank)
-        self._seen = now
+        self._seen = [_Seen(tensor) for tensor in parameters.values()]
         balancer.plan(every[:, :-1].contiguous())
         self._fetch(parameters)
         return torch.as_tensor(balancer.places(topk_idx.contiguous(), self.ranks.rank))
@@ -92,6 +112,7 @@ class Copies:
         joined: Tensor = _Joined.apply(made, *copies)  # type: ignore[no-untyped-call]
         return joined
 
+    @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     def _fetch(self, parameters: dict[str, Tensor]) -> None:
         """New tensors where something comes: a backward may still need what the old ones hold. They
         take their place once all weights are there."""
@@ -102,6 +123,11 @@ class Copies:
             made = dict(self._tensors)
             for name, parameter in parameters.items():
                 old = made.get(name)
+                if old is not None and (old.dtype, old.shape[1:]) != (
+                    parameter.dtype,
+                    parameter.shape[1:],
+                ):
+                    old = None  # of before the layer was converted
                 if old is None or any(expert >= 0 for expert in mine):
                     made[name] = parameter.new_zeros(self.slots, *parameter.shape[1:])
                     for slot, expert in enumerate(mine):
@@ -113,6 +139,12 @@ class Copies:
 
     def _parameters(self, experts: nn.Module) -> dict[str, Tensor]:
         found: dict[str, Tensor] = dict(experts.named_parameters())
+        if not found:
+            refuse("ExpertParallel: experts", "a module without parameters", "some to copy")
+        for name, tensor in experts.named_buffers():
+            if tensor.dim() > 0 and len(tensor) == self.local:
+                got = f"a buffer {name} with an entry for each expert"
+                refuse("ExpertParallel: experts", got, "parameters: buffers do not go with copies")
         for name, tensor in found.items():
             if tensor.dim() == 0 or len(tensor) != self.local:
                 got = f"{name} of shape {tuple(tensor.shape)}"

@@ -91,15 +91,28 @@ class GroupTrace:
                 if e.begin_ns >= self._begin
             ],
         }
-        if kind is not None:  # the other ranks may not come: what this one saw
-            file = self._file.with_name(f"{self._file.name}.rank{self._group.rank}")
-            file.write_text(json.dumps(timeline([mine])[0]), encoding="utf-8")
+        if error is not None:
+            self._write_own(mine, error)
             return
-        mine["after"] = _stamps(self._group)
-        ranks = _gather(self._group, mine)
+        try:
+            mine["after"] = _stamps(self._group)
+            ranks = _gather(self._group, mine)
+        except BaseException as failure:
+            self._write_own(mine | {"after": []}, failure)
+            raise
         if ranks:
             made, self.summary = timeline(ranks)
             self._file.write_text(json.dumps(made), encoding="utf-8")
+
+    def _write_own(self, mine: dict[str, Any], error: BaseException) -> None:
+        """What this rank saw, since the others may not come. `error` is what the program hears."""
+        import json
+
+        file = self._file.with_name(f"{self._file.name}.rank{self._group.rank}")
+        try:
+            file.write_text(json.dumps(timeline([mine])[0]), encoding="utf-8")
+        except OSError as why:
+            error.add_note(f"trace: {file} was not written: {why}")
 
 
 def _stamps(group: Any) -> Stamps:

@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -61,10 +62,12 @@ class LogQueue {
   bool stopped_ = false;
 };
 
-// Of the process, as the log is; never destroyed, since a call may log while the process ends.
+// Of the process, as the log is; never destroyed, since a call may log while the process ends, and
+// in a forked child another thread may have had its lock.
+std::atomic<LogQueue*> the_queue = new LogQueue;
+
 LogQueue& queue() {
-  static auto* const records = new LogQueue;
-  return *records;
+  return *the_queue.load();
 }
 
 void bind_log(nb::module_& m) {
@@ -96,6 +99,7 @@ void bind_log(nb::module_& m) {
       },
       nb::arg("seconds"));
   m.def("stop_log_queue", [] { queue().stop(true); });
+  m.def("renew_log_queue", [] { the_queue = new LogQueue; });
 }
 
 }  // namespace

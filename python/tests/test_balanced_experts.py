@@ -15,6 +15,7 @@ from rank_threads import run_threads
 
 import ferry
 import ferry.torch as ft
+from ferry.torch_balance import _Seen
 
 
 def over_mean(load: list[int]) -> float:
@@ -215,6 +216,48 @@ def test_what_is_refused() -> None:
         x, ids, weights = torch.ones(3, 16), torch.zeros(3, 2).long(), torch.ones(3, 2)
         with pytest.raises(wrong, match=r"scale of shape \(2, 16\); expected \[3, \.\.\.\]"):
             layer(balance=1)(x, ids, weights)
+        experts.register_buffer("seen", torch.zeros(2))
+        with pytest.raises(wrong, match=r"a buffer seen with an entry for each expert"):
+            layer(balance=2)(x, ids, weights)
+        del experts.seen
+        with pytest.raises(wrong, match=r"topk_idx"):
+            layer(balance=2)(x, ids.tolist(), weights)
         with pytest.raises(wrong, match=r"scale of torch\.float64"):
             experts.double()
             layer(balance=2)(x, ids, weights)
+
+
+def test_a_new_parameter_is_not_taken_for_the_one_whose_memory_it_has() -> None:
+    old = torch.nn.Parameter(torch.ones(4))
+    seen = _Seen(old)
+    new = torch.nn.Parameter(old.detach())
+    assert (new.data_ptr(), new._version) == (old.data_ptr(), old._version)
+    assert seen.is_still(old) and not seen.is_still(new)
+    with torch.no_grad():
+        old += 1
+    assert not seen.is_still(old)
+
+
+def test_a_layer_is_used_without_gradients_converted_and_trained() -> None:
+    bootstraps = ferry.threads(bodies.RANKS)
+
+    def one(rank: int) -> None:
+        pair = bodies.Pair(bootstraps[rank])
+        make = torch.Generator().manual_seed(rank)
+        x = torch.randint(-2, 3, (bodies.TOKENS, bodies.HIDDEN), generator=make).float()
+        weights = torch.ones(bodies.TOKENS, bodies.TOPK)
+        for step, dtype in enumerate((torch.bfloat16, torch.float32)):
+            ids = bodies.routes(rank, step, 1.0)
+            for layer in (pair.plain, pair.balanced):
+                layer.to(dtype)
+                with torch.inference_mode():
+                    layer(x.to(dtype), ids, weights)
+        made = [
+            bodies.step(layer, x, bodies.routes(rank, 2, 1.0), weights)
+            for layer in (pair.plain, pair.balanced)
+        ]
+        for one, other in zip(*made):
+            assert torch.equal(one, other)
+        pair.close()
+
+    run_threads(bodies.RANKS, one)

@@ -319,3 +319,47 @@ def test_calls_are_ranges_of_the_profiler() -> None:
         assert names >= {"ferry.latency_dispatch.receive", "ferry.latency_combine"}
 
     run_ranks(1, body)
+
+
+LEFT_ON = """
+import logging, os, sys
+import ferry
+
+class Picky(logging.Handler):
+    def emit(self, record):
+        print(record.getMessage(), flush=True)
+        raise ValueError("of the handler")
+
+log = logging.getLogger("picky")
+log.setLevel(logging.INFO)
+log.addHandler(Picky())
+log.propagate = False
+ferry.set_log("info", log)
+def one():
+    ferry.Group(ferry.threads(1)[0], experts=1).destroy()
+one()
+one()
+if sys.argv[1:] == ["fork"]:
+    child = os.fork()
+    if child == 0:
+        one()
+        ferry.set_log("off")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["fork"]], ids=str)
+def test_a_program_that_leaves_its_log_on_ends(arguments: list[str]) -> None:
+    """Its handler raises, too, which costs no later record."""
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_ON, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    groups = 3 if arguments else 2
+    assert done.stdout.count("event=group") == groups, done.stdout
+    assert "ValueError: of the handler" in done.stderr

@@ -113,6 +113,29 @@ void check_ranks(int ranks) {
   }
 }
 
+namespace {
+
+void check_tuning(const GroupConfig& config) {
+  if (config.fewest_sms < 1 || config.most_sms < config.fewest_sms || config.most_sms > 1024) {
+    refuse("Group", "fewest_sms and most_sms",
+           to_string(config.fewest_sms) + " and " + to_string(config.most_sms),
+           "1 <= fewest_sms <= most_sms <= 1024");
+  }
+}
+
+void check_elastic(const GroupConfig& config) {
+  constexpr std::size_t kMostName = 64;
+  if (config.elastic.size() > kMostName) {
+    refuse("Group", "elastic", to_string(config.elastic.size()) + " bytes",
+           "a name of at most " + to_string(kMostName) + " bytes");
+  }
+  if (!config.elastic.empty() && config.backend == Backend::cuda) {
+    refuse("Group", "elastic", "a name with backend cuda", "backend host, or no name");
+  }
+}
+
+}  // namespace
+
 void check_config(const GroupConfig& config) {
   if (config.experts < 1 || config.experts > (1 << 20)) {
     refuse("Group", "experts", to_string(config.experts), "1 … 1048576");
@@ -155,11 +178,7 @@ void check_config(const GroupConfig& config) {
     refuse("Group", "crossing", "number " + to_string(static_cast<int>(config.crossing)),
            "automatic, direct or hierarchical");
   }
-  if (config.fewest_sms < 1 || config.most_sms < config.fewest_sms || config.most_sms > 1024) {
-    refuse("Group", "fewest_sms and most_sms",
-           to_string(config.fewest_sms) + " and " + to_string(config.most_sms),
-           "1 <= fewest_sms <= most_sms <= 1024");
-  }
+  check_tuning(config);
   if (config.device < -1) {
     refuse("Group", "device", to_string(config.device), "a CUDA ordinal, or -1: the current one");
   }
@@ -167,14 +186,7 @@ void check_config(const GroupConfig& config) {
     refuse("Group", "backend", "number " + to_string(static_cast<int>(config.backend)),
            "automatic, host or cuda");
   }
-  constexpr std::size_t kMostName = 64;
-  if (config.elastic.size() > kMostName) {
-    refuse("Group", "elastic", to_string(config.elastic.size()) + " bytes",
-           "a name of at most " + to_string(kMostName) + " bytes");
-  }
-  if (!config.elastic.empty() && config.backend == Backend::cuda) {
-    refuse("Group", "elastic", "a name with backend cuda", "backend host, or no name");
-  }
+  check_elastic(config);
 }
 
 void check_config(const LatencyConfig& config) {

@@ -59,7 +59,7 @@ void BatchPlanner::plan(std::span<const std::int32_t> counts, std::span<const st
   std::int64_t low = std::max(mean, all * kMostPercent / (100 * ranks_));
   std::int64_t high = search(low, tries);
   // Nothing was found for `low`; what was found for `high` is kept until less is.
-  while (high > low && high - low > low / 256) {
+  while (high - low > std::max<std::int64_t>(1, low / 256)) {
     const std::int64_t middle = low + (high - low) / 2;
     const std::int64_t found = search(middle, std::min(tries, kBisectionTries));
     if (found <= middle) {

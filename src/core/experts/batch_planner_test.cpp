@@ -159,6 +159,22 @@ TEST(BatchPlanner, NothingMovesWithoutSkewOrTokens) {
   }
 }
 
+/// Once a search between two neighbouring numbers of rows did not end.
+TEST(BatchPlanner, SmallBatchesThatCannotBeBalancedHaveAPlan) {
+  for (const auto& [ranks, local] : {std::pair{2, 4}, {4, 8}, {8, 4}}) {
+    const int experts = ranks * local;
+    BatchPlanner planner({experts, ranks}, 1, Domains::blocks(ranks, 0));
+    for (int rows = 1; rows < 200; rows += 7) {
+      Batch batch{{experts, ranks}, 1, std::vector<std::int32_t>(index(ranks * experts))};
+      for (int source = 0; source < ranks; ++source) {  // all of them to the experts of rank 0
+        for (int i = 0; i < rows; ++i) ++batch.counts[index(source * experts + i % local)];
+      }
+      planner.plan(batch.counts, nothing(batch));
+      expect_valid(planner, batch, nothing(batch));
+    }
+  }
+}
+
 TEST(BatchPlanner, CopiesLeaveTheirDomainOnlyIfItIsFull) {
   std::mt19937 random(kBatchSeed);
   for (int i = 0; i < 20; ++i) {
