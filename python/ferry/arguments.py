@@ -28,7 +28,7 @@ def renamed_keywords(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def call(*args: P.args, **keywords: P.kwargs) -> T:
-            if not names.keys().isdisjoint(keywords):
+            if any(name in keywords for name in names):
                 take_new_names(f"{function.__qualname__}()", names, keywords)
             return function(*args, **keywords)
 

@@ -65,14 +65,20 @@ class Copies:
         )
         self._seen: list[_Seen] = []
         self._tensors: dict[str, Tensor] = {}
+        self._stay_eager()
 
     def invalidate(self) -> None:
         """The experts of this rank have changed though torch did not see it."""
         self._seen = []
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _stay_eager(self) -> None:
+        """torch.compile leaves these two as they are. Said for each object, because it imports what
+        compiles, which takes a second."""
+        self.places = torch.compiler.disable(self._places)  # type: ignore[no-untyped-call]
+        self.run = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
+
     @torch.no_grad()
-    def places(self, experts: nn.Module, topk_idx: Tensor) -> Tensor:
+    def _places(self, experts: nn.Module, topk_idx: Tensor) -> Tensor:
         """Collective. Plans a batch, fetches the copies that it needs, and returns its routes."""
         instance("ExpertParallel: topk_idx", topk_idx, Tensor, "a tensor")
         parameters = self._parameters(experts)
@@ -92,8 +98,7 @@ class Copies:
         self._fetch(parameters)
         return torch.as_tensor(balancer.places(topk_idx.contiguous(), self.ranks.rank))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def run(self, experts: nn.Module, rows: Tensor, offsets: Tensor) -> Tensor:
+    def _run(self, experts: nn.Module, rows: Tensor, offsets: Tensor) -> Tensor:
         """What the experts make of rows for themselves and for the copies on this rank."""
         table = self.balancer.table
         own = offsets[: self.local + 1]
@@ -112,7 +117,7 @@ class Copies:
         joined: Tensor = _Joined.apply(made, *copies)  # type: ignore[no-untyped-call]
         return joined
 
-    @torch.inference_mode(False)  # type: ignore[untyped-decorator]
+    @torch.inference_mode(False)
     def _fetch(self, parameters: dict[str, Tensor]) -> None:
         """New tensors where something comes: a backward may still need what the old ones hold. They
         take their place once all weights are there."""
@@ -162,6 +167,7 @@ class Copies:
         made.balancer = BatchBalancer(
             experts=self.balancer.experts, ranks=self.ranks.size, slots=self.slots
         )
+        made._stay_eager()
         return made
 
 

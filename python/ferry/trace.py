@@ -33,7 +33,7 @@ def ranged(name: str, **names: str) -> Callable[[Callable[P, T]], Callable[P, T]
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def call(*args: P.args, **keywords: P.kwargs) -> T:
-            if names and not names.keys().isdisjoint(keywords):
+            if names and any(name in keywords for name in names):
                 take_new_names(f"{function.__qualname__}()", names, keywords)
             profiler: Any = sys.modules.get("torch.autograd.profiler")
             if profiler is not None and profiler._is_profiler_enabled:
