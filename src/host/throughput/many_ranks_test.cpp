@@ -53,8 +53,10 @@ std::size_t resident_bytes() {
   return 0;
 }
 
-// Ranks that are threads of one process. A sanitizer keeps memory of its own for each.
+// Ranks that are threads of one process. A sanitizer keeps memory of its own for each, and takes a
+// minute for what the exchange above shows, too.
 TEST(ManyRanks, AProcessHolds512) {
+  if (kSanitized) GTEST_SKIP();
   constexpr int kRanks = 512, kHidden = 64, kTokens = 8;
   GroupConfig config;
   config.memory_bytes = 64 << 10;
@@ -72,9 +74,7 @@ TEST(ManyRanks, AProcessHolds512) {
     group.barrier();
   });
   EXPECT_GT(resident_bytes(), 100'000'000u);  // it is the right number
-  if (!kSanitized) {
-    EXPECT_LE(resident_bytes(), 1'000'000'000u);
-  }
+  EXPECT_LE(resident_bytes(), 1'000'000'000u);
 }
 
 TEST(ManyRanks, ControlMemoryGrowsWithRanksAlone) {

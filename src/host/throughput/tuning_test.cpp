@@ -10,7 +10,12 @@ namespace ferry::host::test {
 using namespace engine::test;
 namespace {
 
-constexpr int kTuningRanks = 6, kTuningHidden = 1024, kTuningTopk = 4;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr int kTuningHidden = 128;  // rows are filled and compared slowly there
+#else
+constexpr int kTuningHidden = 1024;
+#endif
+constexpr int kTuningRanks = 6, kTuningTopk = 4;
 constexpr std::int64_t kTuningTokens = 96;
 
 GroupConfig domains_of(int size, std::optional<bool> tune, FabricKind network) {
