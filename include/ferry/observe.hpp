@@ -29,8 +29,7 @@ struct LogRecord {
 };
 
 /// Where records go; called by the thread that has something to say, with no lock that a call
-/// needs. It must not throw, and is kept
-/// for as long as the process lives.
+/// needs. It must not throw, and is kept for as long as the process lives.
 using LogSink = std::function<void(const LogRecord&)>;
 
 /// Of the whole process. Without it the environment says what is logged: FERRY_LOG=warn, info or

@@ -36,7 +36,7 @@ struct TunedCall {
   std::string why{};   ///< in words
 };
 
-/// The settings in a file of `ferry plan --tuning` or `ferry bench --tune --tuning`. Throws
+/// The settings in a file of `ferry plan --tuning` or `ferry bench --tune`. Throws
 /// Error(invalid_argument) with the file and the line for what is no such file.
 std::vector<TunedCall> load_tuning(const std::string& file);
 

@@ -26,10 +26,11 @@ def renamed_keywords(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]
     next one, still work, with a DeprecationWarning."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        called = f"{function.__qualname__}()"
+
         @functools.wraps(function)
         def call(*args: P.args, **keywords: P.kwargs) -> T:
-            if any(name in keywords for name in names):
-                take_new_names(f"{function.__qualname__}()", names, keywords)
+            take_new_names(called, names, keywords)
             return function(*args, **keywords)
 
         return call

@@ -31,10 +31,11 @@ def ranged(name: str, **names: str) -> Callable[[Callable[P, T]], Callable[P, T]
     `renamed_keywords`, here so that a call goes through one function and not two."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        called = f"{function.__qualname__}()"
+
         @functools.wraps(function)
         def call(*args: P.args, **keywords: P.kwargs) -> T:
-            if names and any(name in keywords for name in names):
-                take_new_names(f"{function.__qualname__}()", names, keywords)
+            take_new_names(called, names, keywords)
             profiler: Any = sys.modules.get("torch.autograd.profiler")
             if profiler is not None and profiler._is_profiler_enabled:
                 with profiler.record_function(name):

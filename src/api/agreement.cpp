@@ -7,7 +7,11 @@
 #include <vector>
 
 #include "api/tuning_file.hpp"
+#include "base/log.hpp"
 #include "base/text.hpp"
+#include "base/wait_notice.hpp"
+#include "core/check.hpp"
+#include "fabric/ofi/ofi.hpp"
 #include "ferry/version.hpp"
 
 namespace ferry {
@@ -67,6 +71,14 @@ std::string first_difference(const std::string& theirs, const std::string& zero,
 }
 
 }  // namespace
+
+void complete_config(GroupConfig& config) {
+  check_config(config);
+  config.ofi = with_environment(std::move(config.ofi));
+  apply_tuning_environment(config);
+  (void)wait_notice_after();
+  read_log_level();
+}
 
 std::string config_text(const GroupConfig& config, int ranks) {
   return to_text(fields_of(config, ranks));

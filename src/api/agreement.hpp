@@ -14,6 +14,9 @@ namespace ferry {
 void agree_on(Bootstrap& bootstrap, const GroupConfig& config,
               const std::optional<Error>& invalid = std::nullopt);
 
+/// Checks a configuration, and adds what the environment says. Throws Error(invalid_argument).
+void complete_config(GroupConfig& config);
+
 /// What must be the same on all ranks, as text.
 std::string config_text(const GroupConfig& config, int ranks);
 /// Of a process that joins, against a rank of the group. Throws Error(mismatch).

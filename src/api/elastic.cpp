@@ -6,7 +6,6 @@
 #include "api/agreement.hpp"
 #include "core/check.hpp"
 #include "fabric/lobby.hpp"
-#include "fabric/ofi/ofi.hpp"
 #include "fabric/segment_handle.hpp"
 #include "fabric/shm/shm.hpp"
 #include "host/throughput/engine.hpp"
@@ -43,8 +42,7 @@ void open_lobby(const Bootstrap& bootstrap, const GroupConfig& config, const Ins
 }
 
 std::shared_ptr<Engine> join_group(const Bootstrap& bootstrap, GroupConfig config) {
-  check_config(config);
-  config.ofi = with_environment(std::move(config.ofi));  // of the text that is compared
+  complete_config(config);
   const int rank = bootstrap.rank(), size = bootstrap.size();
   if (config.elastic.empty()) {
     refuse("Group", "elastic", "no name, with a bootstrap that joins",

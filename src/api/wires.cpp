@@ -7,10 +7,7 @@
 #include <vector>
 
 #include "api/agreement.hpp"
-#include "api/tuning_file.hpp"
 #include "base/log.hpp"
-#include "base/wait_notice.hpp"
-#include "core/check.hpp"
 #include "cuda/engine.hpp"
 #include "fabric/domains/domain_fabric.hpp"
 #include "fabric/identity.hpp"
@@ -115,11 +112,7 @@ std::unique_ptr<fabric::Fabric> make_fabric(Bootstrap& bootstrap, const GroupCon
 Inside agree_on_wires(Bootstrap& bootstrap, GroupConfig& config) {
   std::optional<Error> invalid;
   try {
-    check_config(config);
-    config.ofi = with_environment(std::move(config.ofi));
-    apply_tuning_environment(config);
-    (void)wait_notice_after();
-    read_log_level();
+    complete_config(config);
   } catch (const Error& error) {
     invalid = error;
   }

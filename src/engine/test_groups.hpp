@@ -71,4 +71,18 @@ inline bool same_rows(const Tensor& got, const Batch& batch, float times = 1) {
   return true;
 }
 
+/// Exchanges whose sums are checked; every rank of `ranks` gets rows of every other.
+inline void exchange_among(Group& group, const std::vector<int>& ranks, int rounds = 2) {
+  const std::int64_t local = group.experts() / group.size();
+  for (int round = 0; round < rounds; ++round) {
+    for (const int to : ranks) {
+      const Batch batch(group.rank(), 3 + round % 3, 16, to * local);
+      const Plan plan = group.plan(batch.ids());
+      const Received received = group.dispatch(batch.x(), plan);
+      ASSERT_TRUE(same_rows(group.combine(received.x, plan).x, batch))
+          << "rank " << group.rank() << ", round " << round;
+    }
+  }
+}
+
 }  // namespace ferry::engine::test

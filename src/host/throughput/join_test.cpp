@@ -1,6 +1,7 @@
 // Processes take the places of ranks that are lost. Ranks are threads, over shm; deaths of
 // processes are in tests/reliability.
 #include <atomic>
+#include <cstdlib>
 #include <latch>
 #include <memory>
 #include <optional>
@@ -40,20 +41,6 @@ class Joins final : public Bootstrap {
 
 Group join(int rank, int size, const GroupConfig& config) {
   return {std::make_shared<Joins>(rank, size), config};
-}
-
-/// Sums are checked; every rank of `ranks` gets rows of every other.
-void exchange_among(Group& group, const std::vector<int>& ranks, int rounds = 2) {
-  const std::int64_t local = group.experts() / group.size();
-  for (int round = 0; round < rounds; ++round) {
-    for (const int to : ranks) {
-      const Batch batch(group.rank(), 3 + round % 3, 16, to * local);
-      const Plan plan = group.plan(batch.ids());
-      const Received received = group.dispatch(batch.x(), plan);
-      ASSERT_TRUE(same_rows(group.combine(received.x, plan).x, batch))
-          << "rank " << group.rank() << ", round " << round;
-    }
-  }
 }
 
 /// Commits until a process waits; the step.
@@ -108,6 +95,34 @@ TEST(Join, AProcessTakesThePlaceOfARankThatLeft) {
     exchange_among(group, {0, 1, 2});
     group.barrier();
   });
+}
+
+/// Ranks compare what the environment says, too.
+TEST(Join, TheEnvironmentIsTheSameForAProcessThatJoins) {
+  ::setenv("FERRY_TUNING", "on", 1);
+  const GroupConfig config = replaceable("tuned");
+  const auto bootstraps = thread_bootstrap(2);
+  std::latch left(2);
+  on_ranks(3, [&](int thread) {
+    if (thread == 2) {
+      left.wait();
+      Group joined = join(1, 2, config);
+      exchange_among(joined, {0, 1});
+      joined.barrier();
+      return;
+    }
+    Group group(bootstraps[static_cast<std::size_t>(thread)], config);
+    group.barrier();
+    left.count_down();
+    if (thread == 1) return group.destroy();
+    left.wait();
+    wait_for_a_loss(group);
+    commit_until_one_waits(group, group.regroup().step + 1);
+    group.regroup();
+    exchange_among(group, {0, 1});
+    group.barrier();
+  });
+  ::unsetenv("FERRY_TUNING");
 }
 
 TEST(Join, SeveralAtOnceAndAllFoundersOneAfterAnother) {

@@ -19,6 +19,15 @@ constexpr bool kSanitized = true;
 constexpr bool kSanitized = false;
 #endif
 
+/// Each expert, one a rank, gets as many tokens: 7 and the number of ranks have no common divisor.
+Batch spread(const Group& group, int tokens, int hidden) {
+  Batch batch(group.rank(), tokens, hidden, 0);
+  for (int t = 0; t < tokens; ++t) {
+    batch.routes[static_cast<std::size_t>(t)] = (group.rank() * 7 + t * 101) % group.size();
+  }
+  return batch;
+}
+
 TEST(ManyRanks, ExchangeOverDomains) {
   constexpr int kRanks = kMatrixRanks + 4, kHidden = 4, kTokens = 3;
   GroupConfig config;
@@ -27,12 +36,9 @@ TEST(ManyRanks, ExchangeOverDomains) {
   config.experts = kRanks;
   config.domain_size = 52;
   with_groups(kRanks, config, [&](Group& group) {
-    Batch batch(group.rank(), kTokens, kHidden, 0);
-    for (std::size_t t = 0; t < kTokens; ++t) {
-      batch.routes[t] = (group.rank() * 7 + static_cast<int>(t) * 101) % kRanks;
-    }
+    const Batch batch = spread(group, kTokens, kHidden);
     const Plan plan = group.plan(batch.ids());
-    EXPECT_EQ(plan.recv_rows(), kTokens) << group.rank();  // 7 and kRanks have no common divisor
+    EXPECT_EQ(plan.recv_rows(), kTokens) << group.rank();
     for (const Crossing crossing : {Crossing::direct, Crossing::hierarchical}) {
       const Received got = group.dispatch(batch.x(), plan, {.crossing = crossing});
       const Combined back = group.combine(got.x, plan, {.crossing = crossing});
@@ -64,10 +70,7 @@ TEST(ManyRanks, AProcessHolds512) {
   config.experts = kRanks;
   config.domain_size = 8;
   with_groups(kRanks, config, [&](Group& group) {
-    Batch batch(group.rank(), kTokens, kHidden, 0);
-    for (std::size_t t = 0; t < kTokens; ++t) {
-      batch.routes[t] = (group.rank() * 7 + static_cast<int>(t) * 101) % kRanks;
-    }
+    const Batch batch = spread(group, kTokens, kHidden);
     const Received got = group.dispatch(batch.x(), batch.ids());
     EXPECT_EQ(got.x.rows(), kTokens) << group.rank();
     EXPECT_TRUE(same_rows(group.combine(got.x, got.plan).x, batch)) << group.rank();

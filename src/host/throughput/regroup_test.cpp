@@ -19,20 +19,6 @@ GroupConfig elastic(std::chrono::nanoseconds deadline = 20s) {
   return config;
 }
 
-/// Exchanges whose sums are checked; every rank of `ranks` gets rows of every other.
-void exchange(Group& group, const std::vector<int>& ranks, int rounds) {
-  const std::int64_t local = group.experts() / group.size();
-  for (int round = 0; round < rounds; ++round) {
-    for (const int to : ranks) {
-      const Batch batch(group.rank(), 3 + round % 3, 16, to * local);
-      const Plan plan = group.plan(batch.ids());
-      const Received received = group.dispatch(batch.x(), plan);
-      const Combined sums = group.combine(received.x, plan);
-      ASSERT_TRUE(same_rows(sums.x, batch)) << "rank " << group.rank() << ", round " << round;
-    }
-  }
-}
-
 /// Calls until one throws; its error.
 Error until_it_fails(Group& group) {
   try {
@@ -44,7 +30,7 @@ Error until_it_fails(Group& group) {
 
 TEST(Regroup, GoesOnInTheSameMemoryWithoutARankThatLeft) {
   with_groups(4, elastic(), [&](Group& group) {
-    exchange(group, {0, 1, 2, 3}, 2);
+    exchange_among(group, {0, 1, 2, 3}, 2);
     const Tensor kept = group.empty({16}, Dtype::f32);
     EXPECT_EQ(group.view(), (GroupView{1, {0, 1, 2, 3}, {}, 0}));
     group.barrier();
@@ -55,7 +41,7 @@ TEST(Regroup, GoesOnInTheSameMemoryWithoutARankThatLeft) {
     EXPECT_EQ(group.view(), (GroupView{2, {1, 2, 3}, {0}, 0}));
     EXPECT_EQ(group.size(), 4);
     EXPECT_TRUE(group.is_registered(kept.data()));
-    exchange(group, {1, 2, 3}, 5);
+    exchange_among(group, {1, 2, 3}, 5);
     EXPECT_EQ(group.memory().control_bytes, before.control_bytes);
     EXPECT_EQ(group.memory().arena_bytes, before.arena_bytes);
     group.barrier();  // before one of them leaves
@@ -80,7 +66,7 @@ TEST(Regroup, RefusesWhatIsOfTheEpochBefore) {
                  [&] { group.plan(lost.ids()); });
     expect_error(ErrorKind::unsupported, {"LatencyExchange", "ranks 0 and 1 of 3"},
                  [&] { LatencyExchange(group, {4, 16, 1, Dtype::f32}); });
-    exchange(group, {0, 1}, 2);
+    exchange_among(group, {0, 1}, 2);
     group.barrier();
   });
 }
@@ -96,14 +82,14 @@ TEST(Regroup, SeveralRanksOneAfterAnotherAndAtOnce) {
       until_it_fails(group);
       view = group.regroup();
     }
-    exchange(group, {1, 2, 3, 4}, 2);
+    exchange_among(group, {1, 2, 3, 4}, 2);
     group.barrier();
     if (group.rank() == 2) return group.destroy();
     until_it_fails(group);
     view = group.regroup();
     EXPECT_EQ(view.ranks, (std::vector<int>{1, 3, 4}));
     EXPECT_EQ(view.lost, (std::vector<int>{0, 2, 5})) << "in whichever epoch";
-    exchange(group, {1, 3, 4}, 2);
+    exchange_among(group, {1, 3, 4}, 2);
     group.barrier();
   });
 }
@@ -126,10 +112,10 @@ TEST(Regroup, ARankThatIsLateIsEvictedAndHarmsNobody) {
     EXPECT_EQ(error.peer(), 2);
     EXPECT_EQ(group.regroup(), (GroupView{2, {0, 1}, {2}, 0}));
     gone_on.count_down();
-    exchange(group, {0, 1}, 20);
+    exchange_among(group, {0, 1}, 20);
     group.barrier();
     done.arrive_and_wait();
-    exchange(group, {0, 1}, 20);  // whatever rank 2 has said meanwhile
+    exchange_among(group, {0, 1}, 20);  // whatever rank 2 has said meanwhile
     group.barrier();
   });
 }
@@ -242,7 +228,7 @@ TEST(Regroup, HalfOfTheRanksGiveUp) {
 
 TEST(Regroup, AHealthyGroupLosesNobody) {
   with_groups(3, elastic(), [&](Group& group) {
-    exchange(group, {0, 1, 2}, 1);
+    exchange_among(group, {0, 1, 2}, 1);
     if (group.rank() == 1) {
       EXPECT_EQ(group.regroup(), (GroupView{2, {0, 1, 2}, {}, 0}));
     } else {
@@ -251,7 +237,7 @@ TEST(Regroup, AHealthyGroupLosesNobody) {
           << error.what();
       group.regroup();
     }
-    exchange(group, {0, 1, 2}, 3);
+    exchange_among(group, {0, 1, 2}, 3);
     group.barrier();
   });
 }
@@ -315,7 +301,7 @@ TEST(Regroup, LatencyExchangesWithMasksGoOnBesideIt) {
     decode();
     until_it_fails(group);
     group.regroup();
-    exchange(group, {0, 1}, 2);
+    exchange_among(group, {0, 1}, 2);
     decode();
     EXPECT_EQ(latency.masked(), (std::vector<bool>{false, false, true}));
     group.barrier();
