@@ -103,6 +103,9 @@ def main() -> int:
     say(line_of("total", total))
     if IN_CI and seconds > LIMIT_S and not arguments.stages:
         say(f"   over the limit of {LIMIT_S} s in CI: make it faster")
+    for name, result in results.items():
+        for test in result.failures:
+            say(f"failed in {name}: {test}")
     say(f"\n{total.passed} passed, {total.failed} failed")
     return 1 if total.failed else 0
 

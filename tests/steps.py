@@ -32,6 +32,7 @@ class Result:
     test_seconds: float = 0.0
     cpu_seconds: float = 0.0
     words: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # names of tests
 
     def add(self, other: Result) -> None:
         self.passed += other.passed
@@ -41,6 +42,7 @@ class Result:
         self.test_seconds += other.test_seconds
         self.cpu_seconds += other.cpu_seconds
         self.words += other.words
+        self.failures += other.failures
 
     def step(self, ok: bool, what: str) -> bool:
         """A step that is no test of its own: it counts only when it fails."""
@@ -156,13 +158,12 @@ def read_junit(path: Path) -> Result:
     """Counts of a JUnit file as CTest and pytest write it; a test that did not run has failed."""
     result = Result()
     for case in ElementTree.parse(path).getroot().iter("testcase"):
-        if case.find("failure") is not None or case.find("error") is not None:
+        did_not_run = case.get("status") == "notrun"
+        if did_not_run or case.find("failure") is not None or case.find("error") is not None:
             result.failed += 1
+            result.failures.append(f"{case.get('classname')} {case.get('name')}")
         elif case.find("skipped") is not None:
-            if case.get("status") == "notrun":
-                result.failed += 1
-            else:
-                result.skipped += 1
+            result.skipped += 1
         else:
             result.passed += 1
     return result

@@ -85,3 +85,20 @@ def test_each_stage_is_charged_with_its_own_commands(monkeypatch: pytest.MonkeyP
     assert results["one"].passed == 2
     assert results["one"].cpu_seconds >= 1
     assert results["none"].cpu_seconds == 0
+
+
+def test_the_names_of_failed_tests_are_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    junit = tmp_path / "some.xml"
+    junit.write_text(
+        '<testsuite><testcase classname="a.b" name="fine"/>'
+        '<testcase classname="a.b" name="broken"><failure>why</failure></testcase>'
+        '<testcase classname="c" name="absent" status="notrun"><skipped/></testcase></testsuite>'
+    )
+    some = Stage(test=lambda: steps.read_junit(junit))
+    monkeypatch.setattr(run_all, "STAGES", {"some": some})
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "some"])
+    assert run_all.main() == 1
+    end = capsys.readouterr().out.splitlines()[-4:]
+    assert end == ["failed in some: a.b broken", "failed in some: c absent", "", "1 passed, 2 failed"]
