@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from stages import STAGES, CannotRunError
+from stages import STAGES, CannotRunError, set_kernel_options
 from steps import IN_CI, LOGS, USED, Result, say, stop_all
 
 LIMIT_S = 30 * 60  # of the whole, on two cores of CI
@@ -90,6 +90,7 @@ def main() -> int:
     if unknown:
         parser.error(f"no stage {', '.join(unknown)}; there are {', '.join(STAGES)}")
     LOGS.mkdir(parents=True, exist_ok=True)
+    set_kernel_options()
     names = arguments.stages or [name for name in STAGES if name not in ON_DEMAND]
     start = time.monotonic()
     results = run_stages(names)

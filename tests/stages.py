@@ -110,13 +110,15 @@ def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def build_cuda() -> Result:
-    """The test machine_code makes the machine code of all kernels for every architecture: a build
-    that cannot run ends before that, and is not optimised."""
-    options = [f"-DCMAKE_CUDA_COMPILER={find_nvcc()}"]
+def set_kernel_options() -> None:
+    """The test machine_code makes the machine code of all kernels for every architecture: where
+    they cannot run, builds end before that and do not optimise them."""
     if not has_gpu():
-        options.append("-DCMAKE_CUDA_ARCHITECTURES=90-virtual")
-        options.append("-DCMAKE_CUDA_FLAGS_RELWITHDEBINFO=-O1 -DNDEBUG -Xcicc -O0")
+        os.environ.setdefault("CUDAARCHS", "90-virtual")
+        os.environ.setdefault("CUDAFLAGS", "-Xcicc -O0")
+
+
+def build_cuda() -> Result:
     targets = (
         "ferry_library",
         "src/fabric/cuda/all",
@@ -124,7 +126,7 @@ def build_cuda() -> Result:
         "tests/cuda/all",
         "conformance_cuda",
     )
-    result = build("cuda", *options, targets=targets)
+    result = build("cuda", f"-DCMAKE_CUDA_COMPILER={find_nvcc()}", targets=targets)
     result.passed = int(not result.failed)
     return result
 

@@ -10,6 +10,7 @@
 # cmake/FerryCudaChoice.cmake has the rule by which the CUDA engine is built. Where there is a GPU
 # but no nvcc, or FERRY_CUDA=1 asks for one, an nvcc is fetched first (tools/setup/cuda.sh). Kernels
 # are compiled for the GPUs of this machine; without one for one kind, which is enough to load.
+# CUDAARCHS and CUDAFLAGS, variables that CMake reads, say otherwise.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 # shellcheck source=tools/setup/probe.sh
@@ -30,7 +31,7 @@ if [[ -n $wants_nvcc ]]; then
     exit 1
   fi
 fi
-architectures=$([[ -n $has_gpu ]] && echo native || echo 90-real)
+architectures=${CUDAARCHS:-$([[ -n $has_gpu ]] && echo native || echo 90-real)}
 engine=$(cmake -P cmake/FerryCudaChoice.cmake)
 engine=${engine#*Ferry: }
 
@@ -38,7 +39,7 @@ if [[ ${1:-} == --found ]]; then
   "$(cxx)" --version | head -n 1
   .venv/bin/python -c 'import sys; print(sys.version)'
   echo "headers of libfabric: $(have_header rdma/fabric.h && echo yes || echo no)"
-  echo "$engine, for $architectures"
+  echo "$engine, for $architectures ${CUDAFLAGS:-}"
   exit 0
 fi
 mkdir -p build/logs

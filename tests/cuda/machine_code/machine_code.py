@@ -6,6 +6,7 @@ to the kernels and shows that each can fail.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
@@ -125,33 +126,24 @@ def read_spills(said: str) -> dict[str, int]:
 
 
 def compile_source(
-    nvcc: str, root: Path, source: Path, architecture: int, extra: tuple[str, ...] = ()
-) -> Compiled:
+    nvcc: str, root: Path, source: Path, ptx_for: int, architectures: tuple[int, ...], *extra: str
+) -> list[Compiled]:
+    """PTX for one architecture, and what ptxas makes of it for each of `architectures`."""
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
         includes = (f"-I{root / 'src'}", f"-I{root / 'include'}")
-        steps = (
-            (nvcc, *FLAGS, *includes, f"-arch=compute_{architecture}", "-ptx", source, "-o", ptx),
-            (
-                nvcc,
-                f"-arch=sm_{architecture}",
-                *extra,
-                "-Xptxas=-v",
-                "-cubin",
-                ptx,
-                "-o",
-                "/dev/null",
-            ),
-        )
-        said = ""
-        for step in steps:
+
+        def run(*command: str | Path) -> str:
             done = subprocess.run(
-                [str(word) for word in step],
-                capture_output=True,
-                text=True,
-                check=False,
+                [nvcc, *map(str, command)], capture_output=True, text=True, check=False
             )
             if done.returncode != 0:
-                raise RuntimeError(f"{source.name}, sm_{architecture}: {done.stderr[-2000:]}")
-            said = done.stderr + done.stdout
-        return Compiled(source.name, architecture, ptx.read_text(), read_spills(said))
+                raise RuntimeError(f"{source.name}: {' '.join(done.args)}\n{done.stderr[-2000:]}")
+            return done.stderr + done.stdout
+
+        run(*FLAGS, *includes, f"-arch=compute_{ptx_for}", "-ptx", source, "-o", ptx)
+        made = []
+        for sm in architectures:
+            said = run(f"-arch=sm_{sm}", *extra, "-Xptxas=-v", "-cubin", ptx, "-o", os.devnull)
+            made.append(Compiled(source.name, sm, ptx.read_text(), read_spills(said)))
+        return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import unittest
@@ -14,7 +15,9 @@ import machine_code as code
 
 NVCC = os.environ.get("FERRY_NVCC", "")
 ROOT = Path(__file__).resolve().parents[3]
-ARCHITECTURES = (80, 90, 100, 120)
+# By the architecture whose PTX they are made from. No source has a path of its own for sm_100.
+ARCHITECTURES_OF_PTX = {80: (80,), 90: (90, 100), 120: (120,)}
+ARCHITECTURES = tuple(sm for of_one in ARCHITECTURES_OF_PTX.values() for sm in of_one)
 JOBS = 2
 
 SPILLING = """
@@ -44,9 +47,10 @@ class Kernels(unittest.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         sources = sorted((ROOT / "src/cuda/kernels").rglob("*.cu"))
-        work = [(source, sm) for source in sources for sm in ARCHITECTURES]
+        work = [(source, *item) for source in sources for item in ARCHITECTURES_OF_PTX.items()]
         with ThreadPoolExecutor(JOBS) as pool:
-            cls.compiled = list(pool.map(lambda item: code.compile_source(NVCC, ROOT, *item), work))
+            made = pool.map(lambda item: code.compile_source(NVCC, ROOT, *item), work)
+            cls.compiled = [compiled for of_one in made for compiled in of_one]
 
     def complaints(self, rule) -> list[str]:
         return [
@@ -61,6 +65,18 @@ class Kernels(unittest.TestCase):
         for compiled in self.compiled:
             # Functions that were not inlined may be there, too.
             self.assertLessEqual(set(compiled.entries()), set(compiled.spills), compiled.source)
+
+    def test_one_ptx_has_the_paths_of_all_that_are_made_from_it(self) -> None:
+        files = (ROOT / "src/cuda").rglob("*.cu*")
+        limits = {
+            int(limit)
+            for file in files
+            for limit in re.findall(r"__CUDA_ARCH__\s*[<>]=?\s*(\d+)", file.read_text())
+        }
+        self.assertIn(900, limits)
+        for ptx, architectures in ARCHITECTURES_OF_PTX.items():
+            between = [x for x in limits if 10 * ptx < x <= 10 * max(architectures)]
+            self.assertEqual(between, [], f"compute_{ptx}")
 
     def test_meets_at_system_scope(self) -> None:
         self.assertEqual(self.complaints(code.meets_at_system_scope), [])
@@ -121,8 +137,7 @@ class Kernels(unittest.TestCase):
             source = Path(folder) / "spilling.cu"
             source.write_text(SPILLING)
             for sm in ARCHITECTURES:
-                extra = ("-maxrregcount=24",)
-                compiled = code.compile_source(NVCC, ROOT, source, sm, extra)
+                (compiled,) = code.compile_source(NVCC, ROOT, source, sm, (sm,), "-maxrregcount=24")
                 self.assertTrue(code.never_spills(compiled), f"sm_{sm}")
 
 
