@@ -1,12 +1,17 @@
 // Texts for messages.
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <random>
 #include <string>
 
 #include "base/open_files.hpp"
 #include "base/text.hpp"
+#include "platform/fma.hpp"
 
 namespace ferry {
 namespace {
@@ -25,6 +30,33 @@ TEST(Text, SecondsAreExact) {
   EXPECT_EQ(exact_seconds(1500ms), "1.5 s");
   EXPECT_EQ(exact_seconds(60s), "60 s");
   EXPECT_NE(exact_seconds(24h), exact_seconds(24h - 1ns));
+}
+
+// The C library of Linux is exact; seed 26. Operands whose sum nearly cancels are among them.
+TEST(Platform, AFusedMultiplyAddWithoutTheInstructionRoundsOnce) {
+  std::mt19937 random(26);
+  const auto value = [&] {
+    const auto exponent = static_cast<int>(random() % 80) - 40;
+    return std::ldexp(static_cast<float>(static_cast<std::int32_t>(random()) | 1), exponent);
+  };
+  int twice = 0;
+  for (int i = 0; i < 200'000; ++i) {
+    float w = value(), x = value(), sum = i % 3 == 0 ? -w * x : value();
+    if (i % 3 == 2) {  // a product of 25 bits, and a sum far below
+      w = static_cast<float>(4096 + random() % 4096) * 2 + 1;
+      x = static_cast<float>(2048 + random() % 2048);
+      sum = std::ldexp(i % 2 == 0 ? 1.0f : -1.0f, -50);
+    }
+    const float exact = std::fma(w, x, sum);
+    ASSERT_EQ(std::bit_cast<std::uint32_t>(exact_fma(w, x, sum)),
+              std::bit_cast<std::uint32_t>(exact))
+        << w << " * " << x << " + " << sum;
+    twice += static_cast<float>(static_cast<double>(w) * x + sum) != exact;
+  }
+  EXPECT_GT(twice, 1000);  // rounding twice would have been found
+  EXPECT_TRUE(std::isnan(exact_fma(INFINITY, 0, 1)));
+  EXPECT_EQ(exact_fma(INFINITY, 1, 1), INFINITY);
+  EXPECT_EQ(exact_fma(3e38f, 3e38f, -1), INFINITY);
 }
 
 TEST(OpenFiles, TheTextSaysTheLimitAndWhatToDo) {

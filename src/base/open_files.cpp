@@ -3,6 +3,8 @@
 #include <cerrno>
 #include <system_error>
 
+#include "platform/limits.hpp"
+
 namespace ferry {
 
 bool too_many_files(int error) {
@@ -20,6 +22,10 @@ std::string error_text(int error, std::uint64_t files_limit) {
            "; raise the limit (ulimit -n) before it starts, or close files";
   }
   return std::generic_category().message(error);
+}
+
+std::string error_text(int error) {
+  return error_text(error, limit_of(Limit::open_files).value_or(0));
 }
 
 }  // namespace ferry

@@ -11,5 +11,7 @@ bool too_many_files(int error);
 /// What an errno says; where descriptors are short, with the limit of this process (0: not known)
 /// and what to do.
 std::string error_text(int error, std::uint64_t files_limit);
+/// The same with the limit that the system tells.
+std::string error_text(int error);
 
 }  // namespace ferry

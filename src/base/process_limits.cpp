@@ -1,37 +1,15 @@
 #include "base/process_limits.hpp"
 
-#include <sys/resource.h>
-
 #include <cerrno>
-#include <cstdio>
 #include <ferry/error.hpp>
 #include <new>
 #include <optional>
 #include <system_error>
 
+#include "platform/limits.hpp"
+
 namespace ferry {
 namespace {
-
-template <class Resource>
-std::optional<std::uint64_t> limit_of(Resource which) {
-  rlimit limit{};
-  if (getrlimit(which, &limit) != 0) return std::nullopt;
-  if (limit.rlim_cur == RLIM_INFINITY) return std::nullopt;
-  return limit.rlim_cur;
-}
-
-/// Bytes of address space that are taken; 0: not known.
-std::uint64_t address_space_taken() {
-  unsigned long long kib = 0;
-  if (std::FILE* const file = std::fopen("/proc/self/status", "re")) {
-    char line[128];
-    while (kib == 0 && std::fgets(line, sizeof line, file) != nullptr) {
-      if (std::sscanf(line, "VmSize: %llu kB", &kib) != 1) kib = 0;
-    }
-    std::fclose(file);
-  }
-  return kib * 1024;
-}
 
 /// ulimit counts in KiB.
 std::string spelt(const char* what, std::uint64_t limit, char option) {
@@ -42,8 +20,8 @@ std::string spelt(const char* what, std::uint64_t limit, char option) {
 }  // namespace
 
 std::string memory_limit_text(std::uint64_t needed) {
-  const auto space = limit_of(RLIMIT_AS);
-  const auto data = limit_of(RLIMIT_DATA);
+  const auto space = limit_of(Limit::address_space);
+  const auto data = limit_of(Limit::data);
   if (!space && !data) return {};
   std::string text;
   if (space) {
@@ -59,14 +37,14 @@ std::string memory_limit_text(std::uint64_t needed) {
 }
 
 std::string locked_memory_limit_text() {
-  const auto limit = limit_of(RLIMIT_MEMLOCK);
+  const auto limit = limit_of(Limit::locked);
   if (!limit) return {};
   return spelt("memory that is locked for a NIC", *limit, 'l') +
          "; raise the limit (ulimit -l unlimited) before it starts";
 }
 
 std::string file_limit_text(std::uint64_t bytes) {
-  const auto limit = limit_of(RLIMIT_FSIZE);
+  const auto limit = limit_of(Limit::file_size);
   if (!limit || bytes <= *limit) return {};
   return "files of this process may have " + std::to_string(*limit) + " bytes (ulimit -f), and " +
          "this needs " + std::to_string(bytes) +
@@ -76,11 +54,11 @@ std::string file_limit_text(std::uint64_t bytes) {
 std::string thread_limit_text(int error) {
   if (error != EAGAIN && error != ENOMEM) return std::generic_category().message(error);
   std::string text = "no more threads";
-  if (const auto limit = limit_of(RLIMIT_NPROC)) {
+  if (const auto limit = limit_of(Limit::threads)) {
     text += "; this user may have " + std::to_string(*limit) + " (ulimit -u)";
   }
   // A thread's stack is address space, as large as ulimit -s says.
-  const std::string memory = memory_limit_text(limit_of(RLIMIT_STACK).value_or(0));
+  const std::string memory = memory_limit_text(limit_of(Limit::stack).value_or(0));
   if (!memory.empty()) return text + memory;
   return text + "; raise the limit, also that of the container (pids.max), or end some threads";
 }

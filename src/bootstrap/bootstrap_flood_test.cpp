@@ -50,7 +50,7 @@ class Flood {
  private:
   void run(const std::vector<std::byte>& words) {
     constexpr std::size_t kHeld = 150;
-    std::deque<Descriptor> held;
+    std::deque<Socket> held;
     auto next = std::chrono::steady_clock::now();
     while (!over_) {
       std::this_thread::sleep_until(next);
@@ -125,7 +125,7 @@ struct Store {
       .listener = listen_at({base.address, base.port}, 0),
       .own = {},
   };
-  Descriptor rank0{};
+  Socket rank0{};
   std::unique_ptr<StoreThread> thread{};
   void start() {
     std::tie(rank0, config.own) = socket_pair(0);
@@ -136,13 +136,13 @@ struct Store {
 // What waits in the backlog is taken in one go: the first of them is an honest rank.
 TEST(Flood, AHelloThatIsThereIsReadBeforeItsConnectionGoes) {
   Store store;
-  const Descriptor rank = connected_to(store.base);
+  const Socket rank = connected_to(store.base);
   write_to(rank, hello_of(1, 2));
-  std::vector<Descriptor> strangers;
+  std::vector<Socket> strangers;
   for (int i = 0; i < 300; ++i) strangers.push_back(connected_to(store.base));
   store.start();
   write_to(store.rank0, hello_of(0, 2));
-  for (const Descriptor* one : std::initializer_list<const Descriptor*>{&rank, &store.rank0}) {
+  for (const Socket* one : std::initializer_list<const Socket*>{&rank, &store.rank0}) {
     pollfd polled{.fd = one->get(), .events = POLLIN, .revents = 0};
     ASSERT_EQ(::poll(&polled, 1, 5000), 1);
     std::vector<std::byte> answer(256);
@@ -151,12 +151,12 @@ TEST(Flood, AHelloThatIsThereIsReadBeforeItsConnectionGoes) {
 }
 
 // Answers every hello with a challenge and hangs up, until its end.
-void challenge_only(const Descriptor& listener, const TcpOptions& store,
+void challenge_only(const Socket& listener, const TcpOptions& store,
                     const std::atomic<bool>& over) {
   while (!over) {
     pollfd polled{.fd = listener.get(), .events = POLLIN, .revents = 0};
     if (::poll(&polled, 1, 10) <= 0) continue;
-    const Descriptor rank(::accept(listener.get(), nullptr, nullptr));
+    const Socket rank(::accept(listener.get(), nullptr, nullptr));
     StoreServer server({.size = store.size, .secret = store.secret});
     const auto id = server.open(std::chrono::steady_clock::now());
     std::byte one{};
@@ -176,7 +176,7 @@ void challenge_only(const Descriptor& listener, const TcpOptions& store,
 TEST(Flood, AStoreThatLetsNobodyInWasFoundNevertheless) {
   TcpOptions options = as_rank(fresh_options(2), 1);
   options.deadline = 1s;
-  const Descriptor listener = listen_at({options.address, options.port}, 0);
+  const Socket listener = listen_at({options.address, options.port}, 0);
   std::atomic<bool> over{false};
   std::thread store([&] { challenge_only(listener, options, over); });
   const Error e = error_from([&] { tcp_bootstrap(options); });

@@ -55,7 +55,7 @@ class Children {
     }
     ::close(ends[1]);
     pids_[std::size_t(index)] = pid;
-    pipes_[std::size_t(index)] = Descriptor(ends[0]);
+    pipes_[std::size_t(index)] = Socket(ends[0]);
   }
   pid_t pid(int index) const { return pids_[std::size_t(index)]; }
 
@@ -75,7 +75,7 @@ class Children {
 
  private:
   std::vector<pid_t> pids_;
-  std::vector<Descriptor> pipes_;
+  std::vector<Socket> pipes_;
 };
 
 // Ranks that gather over and over until something ends them.

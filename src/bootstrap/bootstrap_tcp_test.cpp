@@ -80,11 +80,11 @@ TEST(TcpBootstrap, AnotherUserIsNotLetInAtAUnixSocket) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can be another user";
   std::string problem;
   const StoreAddress place{at_unix_socket(1).address, 0};
-  const Address address = resolve(place, 0, problem).at(0);
+  const SocketAddress address = resolve(place, 0, problem).at(0);
   int error = 0;
-  const Descriptor listener = listen_at(place, 0);
+  const Socket listener = listen_at(place, 0);
   const auto connected = [&] {
-    const Descriptor socket = connect_to(address, error);
+    const Socket socket = connect_to(address, error);
     return socket ? connect_result(socket) : error;
   };
   EXPECT_EQ(connected(), 0);
@@ -369,7 +369,7 @@ TEST(TcpBootstrap, RefusesAnotherVersionWithAFrameThatItCanRead) {
 
 TEST(TcpBootstrap, GarbageAndSilentVisitorsDisturbNobody) {
   undisturbed_by([](const TcpOptions& base) {
-    std::vector<Descriptor> silent;
+    std::vector<Socket> silent;
     for (int i = 0; i < 200; ++i) silent.push_back(connected_to(base));  // half-open, more than 66
     EXPECT_EQ(talk_to(base, bytes_of("GET / HTTP/1.1\r\nHost: me\r\n\r\n")), "");
     EXPECT_EQ(talk_to(base, std::vector<std::byte>(1 << 20, std::byte{0xff})), "");
@@ -383,10 +383,10 @@ TEST(TcpBootstrap, GarbageAndSilentVisitorsDisturbNobody) {
 
 TEST(TcpBootstrap, WhatIsNoStoreIsSaidToBeNone) {
   TcpOptions options = as_rank(fresh_options(2), 1);
-  const Descriptor listener = listen_at({options.address, options.port}, 0);
+  const Socket listener = listen_at({options.address, options.port}, 0);
   std::thread other([&] {
     int error = 0;
-    Descriptor visitor;
+    Socket visitor;
     while (!(visitor = accept_from(listener, error))) std::this_thread::sleep_for(1ms);
     write_to(visitor, bytes_of("SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n"));
     std::this_thread::sleep_for(100ms);
@@ -399,7 +399,7 @@ TEST(TcpBootstrap, WhatIsNoStoreIsSaidToBeNone) {
 
 TEST(TcpBootstrap, ATakenPortSaysWhatToDo) {
   const TcpOptions options = as_rank(fresh_options(2), 0);
-  const Descriptor listener = listen_at({options.address, options.port}, 0);
+  const Socket listener = listen_at({options.address, options.port}, 0);
   const Error e = error_from([&] { tcp_bootstrap(options); });
   EXPECT_EQ(e.kind(), ErrorKind::system);
   EXPECT_TRUE(contains(e, "set FERRY_PORT")) << e.what();
@@ -477,7 +477,7 @@ TEST(TcpBootstrap, AStoreWithoutFileDescriptorsSaysThatItLetsNobodyIn) {
   auto boot = tcp_bootstrap(as_rank(base, 0));
   NoFilesLeft none;
   none.give_back();
-  const Descriptor visitor = connected_to(base);  // takes the one that is left
+  const Socket visitor = connected_to(base);  // takes the one that is left
   const Error e = error_from([&] { boot->all_gather({}, 700ms); });
   EXPECT_EQ(e.kind(), ErrorKind::exhausted) << e.what();
   EXPECT_TRUE(contains(e, "could not let all ranks in")) << e.what();

@@ -30,10 +30,10 @@
 #include <string>
 #include <string_view>
 
-#include <unistd.h>
-
 #include "bootstrap/secret_file.hpp"
 #include "bootstrap/sha256.hpp"
+#include "platform/host.hpp"
+#include "platform/socket.hpp"
 
 namespace ferry {
 namespace {
@@ -196,7 +196,7 @@ std::string socket_name(std::uint16_t port) {
        {"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_JOBID"}) {
     if (const auto value = variable(id)) job += std::string(id) + "=" + *value + "\n";
   }
-  const std::string name = "@ferry." + std::to_string(::geteuid()) + "." + std::to_string(port);
+  const std::string name = "@ferry." + std::to_string(user_id()) + "." + std::to_string(port);
   if (job.empty()) return name;
   bootstrap::Sha256 hash;
   hash.update(std::as_bytes(std::span(job)));
@@ -226,7 +226,8 @@ TcpOptions tcp_options_from_environment() {
   options.rank = integer(by.rank, 0, options.size - 1, kStart);
   options.port = port(by);
   options.join = joins();
-  if (on_one_host(by) && !variable("FERRY_SECRET") && !variable("FERRY_SECRET_FILE")) {
+  if (user_sockets() && on_one_host(by) && !variable("FERRY_SECRET") &&
+      !variable("FERRY_SECRET_FILE")) {
     options.address = socket_name(options.port);
     return options;
   }

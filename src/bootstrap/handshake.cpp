@@ -2,27 +2,19 @@
 
 #include <ferry/error.hpp>
 
-#include <sys/random.h>
-
-#include <cerrno>
 #include <cstring>
 #include <string>
 
 #include "bootstrap/byte_order.hpp"
+#include "platform/random.hpp"
 
 namespace ferry::bootstrap {
 
 Nonce random_nonce() {
   Nonce nonce;
-  std::size_t filled = 0;
-  while (filled < nonce.size()) {
-    const ssize_t n = ::getrandom(nonce.data() + filled, nonce.size() - filled, 0);
-    if (n > 0) {
-      filled += std::size_t(n);
-    } else if (errno != EINTR) {
-      throw Error(ErrorKind::system, std::string("getrandom failed: ") + std::strerror(errno) +
-                                         "; the store needs random bytes for its handshake");
-    }
+  if (const int error = random_bytes(nonce); error != 0) {
+    throw Error(ErrorKind::system, std::string("getrandom failed: ") + std::strerror(error) +
+                                       "; the store needs random bytes for its handshake");
   }
   return nonce;
 }

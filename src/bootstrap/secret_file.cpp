@@ -2,16 +2,13 @@
 
 #include <ferry/error.hpp>
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <array>
-#include <cerrno>
 #include <cstdio>
 
+#include "base/open_files.hpp"
 #include "base/text.hpp"
-#include "bootstrap/socket.hpp"
+#include "platform/host.hpp"
+#include "platform/owned_file.hpp"
 
 namespace ferry::bootstrap {
 namespace {
@@ -25,17 +22,9 @@ constexpr std::size_t kMostShown = 80;
                                                printable(path, kMostShown) + "\", " + what);
 }
 
-std::string kind_of(mode_t mode) {
-  if (S_ISDIR(mode)) return "a directory";
-  if (S_ISFIFO(mode)) return "a pipe (FIFO)";
-  if (S_ISCHR(mode) || S_ISBLK(mode)) return "a device";
-  if (S_ISSOCK(mode)) return "a socket";
-  return "no regular file";
-}
-
-std::string octal(mode_t mode) {
+std::string octal(unsigned mode) {
   std::array<char, 16> text{};
-  std::snprintf(text.data(), text.size(), "%04o", static_cast<unsigned>(mode & 07777));
+  std::snprintf(text.data(), text.size(), "%04o", mode);
   return text.data();
 }
 
@@ -44,50 +33,38 @@ std::string octal(mode_t mode) {
                    std::to_string(kLongestSecret));
 }
 
-void check(const std::string& path, const struct stat& info) {
-  if (!S_ISREG(info.st_mode)) {
-    refuse(path, "which is " + kind_of(info.st_mode) + ", expected a regular file with the secret");
+void check(const std::string& path, const FileRead& file) {
+  if (file.kind != nullptr) {
+    refuse(path,
+           std::string("which is ") + file.kind + ", expected a regular file with the secret");
   }
-  const uid_t self = ::geteuid();
-  if (info.st_uid != self && info.st_uid != 0) {
-    refuse(path, "which belongs to user " + std::to_string(info.st_uid) +
+  const std::uint64_t self = user_id();
+  if (file.owner != self && file.owner != 0) {
+    refuse(path, "which belongs to user " + std::to_string(file.owner) +
                      ", expected a file of this process's user (" + std::to_string(self) +
                      ") or of root; change its owner (chown)");
   }
   // As libpq judges keys: a file of root's may be for a group, which is how this user reads it.
-  const bool group_may_read = info.st_uid == 0 && self != 0;
-  const mode_t forbidden = group_may_read ? S_IWGRP | S_IXGRP | S_IRWXO : S_IRWXG | S_IRWXO;
-  if ((info.st_mode & forbidden) != 0) {
-    refuse(path, "which others may read or change (mode " + octal(info.st_mode) +
+  const bool group_may_read = file.owner == 0 && self != 0;
+  const unsigned forbidden = group_may_read ? 037 : 077;
+  if ((file.mode & forbidden) != 0) {
+    refuse(path, "which others may read or change (mode " + octal(file.mode) +
                      "), expected a file for its owner alone; chmod 600 it, and make a new secret "
                      "if others may have read it");
   }
-  if (info.st_size > off_t(kLongestSecret + kLineEnd)) {
-    refuse_length(path, std::to_string(info.st_size));
-  }
+  if (file.bytes > kLongestSecret + kLineEnd) refuse_length(path, std::to_string(file.bytes));
 }
 
 }  // namespace
 
 std::string read_secret_file(const std::string& path) {
-  // O_NONBLOCK: opening a FIFO must not wait for who writes.
-  const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
-  struct stat info{};
-  if (!file || ::fstat(file.get(), &info) != 0) {
-    refuse(path, "which cannot be opened: " + error_text(errno));
+  const FileRead file = read_owned_file(path, kLongestSecret + kLineEnd + 1);
+  if (file.failed != nullptr) {
+    refuse(path, std::string("which cannot be ") + file.failed + ": " + error_text(file.error));
   }
-  check(path, info);
-  // Not as many bytes as fstat said: the file may change meanwhile.
-  std::string text(kLongestSecret + kLineEnd + 1, '\0');
-  std::size_t got = 0;
-  while (got < text.size()) {
-    const ssize_t n = ::read(file.get(), text.data() + got, text.size() - got);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) refuse(path, "which cannot be read: " + error_text(errno));
-    if (n == 0) break;
-    got += std::size_t(n);
-  }
-  text.resize(got);
+  check(path, file);
+  std::string text = file.text;
+  const std::size_t got = text.size();
   if (text.ends_with('\n')) text.pop_back();
   if (text.ends_with('\r')) text.pop_back();
   if (text.empty() || text.size() > kLongestSecret) {

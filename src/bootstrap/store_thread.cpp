@@ -2,14 +2,7 @@
 
 #include <ferry/error.hpp>
 
-#include <poll.h>
-#include <sys/eventfd.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstdint>
 #include <map>
 #include <mutex>
 #include <system_error>
@@ -17,7 +10,8 @@
 
 #include "base/open_files.hpp"
 #include "base/process_limits.hpp"
-#include "base/signals_blocked.hpp"
+#include "platform/process.hpp"
+#include "platform/threads.hpp"
 
 namespace ferry::bootstrap {
 namespace {
@@ -50,14 +44,14 @@ Stores& stores() {
 StoreThread::StoreThread(Config config)
     : server_(std::move(config.server)),
       place_(std::move(config.place)),
-      process_(::getpid()),
+      process_(process_id()),
       listener_(std::move(config.listener)),
-      wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      wakeup_(wakeup_error_),
       linger_(config.linger),
       buffer_(kStoreReadBytes) {
-  if (!wake_) {
-    throw start_error(error_text(errno),
-                      too_many_files(errno) ? ErrorKind::exhausted : ErrorKind::system);
+  if (wakeup_error_ != 0) {
+    throw start_error(error_text(wakeup_error_),
+                      too_many_files(wakeup_error_) ? ErrorKind::exhausted : ErrorKind::system);
   }
   links_[server_.open_own()].socket = std::move(config.own);
   const SignalsBlocked blocked;
@@ -77,14 +71,8 @@ StoreThread::~StoreThread() {
     if (mine != stores().by_place.end() && mine->second == this) stores().by_place.erase(mine);
   }
   stop_.store(true, std::memory_order_release);
-  wake();
+  wakeup_.wake();
   thread_.join();
-}
-
-void StoreThread::wake() {
-  const std::uint64_t one = 1;
-  // A full counter would mean that the thread has been woken already.
-  [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
 }
 
 void StoreThread::run() {
@@ -109,17 +97,16 @@ void StoreThread::free_place(const std::string& place) {
   // Under the lock the store lives, and so does its thread; but not in a forked child.
   const std::lock_guard lock(stores().mutex);
   const auto found = stores().by_place.find(place);
-  if (found == stores().by_place.end() || found->second->process_ != ::getpid()) return;
+  if (found == stores().by_place.end() || found->second->process_ != process_id()) return;
   StoreThread& store = *found->second;
   store.asked_.store(Place::asked_for);
   if (store.out_of_memory_.load()) return;  // its thread has ended, and its listener with it
-  store.wake();
+  store.wakeup_.wake();
   store.asked_.wait(Place::asked_for, std::memory_order_acquire);
 }
 
 void StoreThread::answer() {
-  std::uint64_t woken = 0;
-  [[maybe_unused]] const ssize_t n = ::read(wake_.get(), &woken, sizeof woken);
+  wakeup_.clear();
   if (server_.settled()) listener_.reset();
   asked_.store(Place::answered, std::memory_order_release);
   asked_.notify_all();
@@ -133,28 +120,23 @@ void StoreThread::serve(std::chrono::milliseconds longest) {
   const bool accepting = listener_ && now >= accept_again_;
   if (listener_ && !accepting) next = std::min(next, accept_again_);
 
-  std::vector<pollfd> polled;
+  std::vector<Polled> polled;
   std::vector<Connection> ids;
-  polled.push_back({.fd = wake_.get(), .events = POLLIN, .revents = 0});
-  polled.push_back({.fd = accepting ? listener_.get() : -1, .events = POLLIN, .revents = 0});
+  polled.push_back({.socket = wakeup_.socket(), .read = true});
+  polled.push_back({.socket = accepting ? listener_.get() : -1, .read = true});
   for (const auto& [id, link] : links_) {
     const bool writing = !server_.output(id).empty();
-    const short events = short((link.ended ? 0 : POLLIN) | (writing ? POLLOUT : 0));
-    polled.push_back({.fd = events ? link.socket.get() : -1, .events = events, .revents = 0});
+    polled.push_back({.socket = link.socket.get(), .read = !link.ended, .write = writing});
     ids.push_back(id);
   }
   const auto wait = std::chrono::ceil<std::chrono::milliseconds>(std::max(next - now, 0ns));
-  if (::poll(polled.data(), polled.size(), int(wait.count())) < 0) {
-    // EINTR, or no memory for a moment: poll again, but do not burn the processor.
-    if (errno != EINTR) std::this_thread::sleep_for(10ms);
-    return;
-  }
+  wait_for(polled, wait);
   server_.tick(Clock::now());
   // Reading comes first: a farewell must be known before anybody else's end is judged.
   for (std::size_t i = 0; i < ids.size(); ++i) {
-    if (polled[i + 2].revents & (POLLIN | POLLHUP | POLLERR)) read(ids[i], links_.at(ids[i]));
+    if (polled[i + 2].readable) read(ids[i], links_.at(ids[i]));
   }
-  if (polled[1].revents) accept_some();
+  if (polled[1].readable) accept_some();
   settle();
 }
 
@@ -162,7 +144,7 @@ void StoreThread::serve(std::chrono::milliseconds longest) {
 void StoreThread::accept_some() {
   int error = 0;
   for (int turn = 0; turn < kAcceptedAtOnce; ++turn) {
-    Descriptor socket = accept_from(listener_, error);
+    Socket socket = accept_from(listener_, error);
     if (!socket) break;
     const Connection id = server_.open(Clock::now());
     Link& link = links_[id];
@@ -224,7 +206,7 @@ void StoreThread::settle() {
       const StoreServer::Fate fate = server_.fate(id);
       if (fate == StoreServer::Fate::ending && !link.ended && !link.shut_down &&
           server_.output(id).empty()) {
-        ::shutdown(link.socket.get(), SHUT_WR);
+        shut_down(link.socket, Direction::sending);
         link.shut_down = true;
       }
       if (fate == StoreServer::Fate::dropped || link.ended) {

@@ -2,6 +2,7 @@
 #pragma once
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <map>
 #include <string>
 #include <thread>
@@ -16,8 +17,8 @@ class StoreThread {
  public:
   struct Config {
     StoreServer::Config server{};
-    Descriptor listener;
-    Descriptor own;       ///< rank 0's own connection
+    Socket listener;
+    Socket own;           ///< rank 0's own connection
     std::string place{};  ///< where it listens, as in StoreAddress::text
     /// How long the end may take while answers are still on their way to slow ranks.
     std::chrono::nanoseconds linger = std::chrono::seconds(60);
@@ -43,13 +44,12 @@ class StoreThread {
   using Connection = StoreServer::Connection;
   using Clock = std::chrono::steady_clock;
   struct Link {
-    Descriptor socket;
+    Socket socket;
     bool ended = false;      // the peer closed, or the connection broke
     bool shut_down = false;  // we said everything
   };
 
   void run();
-  void wake();
   void answer();
   void serve(std::chrono::milliseconds longest);
   void end();
@@ -64,9 +64,10 @@ class StoreThread {
 
   StoreServer server_;
   const std::string place_;
-  const int process_;
-  Descriptor listener_;
-  Descriptor wake_;
+  const std::int64_t process_;
+  Socket listener_;
+  int wakeup_error_ = 0;
+  Wakeup wakeup_;
   const std::chrono::nanoseconds linger_;
   std::map<Connection, Link> links_;
   std::vector<std::byte> buffer_;

@@ -1,15 +1,12 @@
 // What a rank does at the store: gathers, and leaves.
 #include "bootstrap/tcp.hpp"
 
-#include <poll.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <string>
 
 #include "base/log.hpp"
 #include "base/process_limits.hpp"
+#include "platform/process.hpp"
 
 namespace ferry::bootstrap {
 
@@ -26,11 +23,10 @@ constexpr auto kFarewellFlush = 200ms;
 // Reads and writes what there is, and waits for it until then at most.
 void TcpBootstrap::pump(Clock::time_point until) {
   FrameQueue& output = client_->output();
-  const short events = short(POLLIN | (output.empty() ? 0 : POLLOUT));
-  pollfd polled{.fd = socket_.get(), .events = events, .revents = 0};
+  Polled polled{.socket = socket_.get(), .read = true, .write = !output.empty()};
   const auto wait = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
-  if (::poll(&polled, 1, int(std::max(wait, 0ms).count())) <= 0) return;
-  if (polled.revents & (POLLIN | POLLHUP | POLLERR)) read_all();
+  if (!wait_for({&polled, 1}, std::max(wait, 0ms))) return;
+  if (polled.readable) read_all();
   while (!output.empty()) {
     const Transfer put = write_to(socket_, output.front());
     if (put.ended) {
@@ -69,7 +65,7 @@ std::optional<Error> TcpBootstrap::trouble() const {
 void TcpBootstrap::check_usable(std::span<const std::byte> mine) const {
   const std::string start = "rank " + std::to_string(who_.rank) + ": all_gather: ";
   const ErrorContext context{.rank = who_.rank, .stage = "bootstrap: all_gather"};
-  if (::getpid() != process_) {
+  if (process_id() != process_) {
     throw Error(ErrorKind::unsupported,
                 start + "called in a forked child; call it in the process that created it",
                 context);
@@ -165,7 +161,7 @@ void TcpBootstrap::say_farewell(Farewell farewell) {
 }
 
 TcpBootstrap::~TcpBootstrap() {
-  if (::getpid() != process_) {
+  if (process_id() != process_) {
     // A forked child has no store thread; its copy of the store may be in any state. Left alone.
     [[maybe_unused]] StoreThread* left_alone = store_.release();
     return;
@@ -176,7 +172,7 @@ TcpBootstrap::~TcpBootstrap() {
       if (client_->state() == StoreClient::State::joined) read_all();
     } catch (const std::exception&) {  // no memory: the others see the connection end
     }
-    ::shutdown(socket_.get(), SHUT_RDWR);  // also ends copies that a forked child still holds
+    shut_down(socket_, Direction::both);  // also ends copies that a forked child still holds
   }
   socket_.reset();
   store_.reset();

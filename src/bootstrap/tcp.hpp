@@ -41,7 +41,7 @@ class TcpBootstrap final : public Bootstrap {
   /// Between two polls of what comes: the caller's `on_wait`, and a word if this takes long.
   void while_waiting(const TcpOptions& options);
   void connect(const TcpOptions& options, Clock::time_point due);
-  bool try_address(const Address& address, const TcpOptions& options, Clock::time_point due);
+  bool try_address(const SocketAddress& address, const TcpOptions& options, Clock::time_point due);
   bool shake_hands(const TcpOptions& options, Clock::time_point due);
   void pause(const TcpOptions& options, Clock::time_point due, std::chrono::milliseconds time);
   [[noreturn]] void raise_unreached(const TcpOptions& options) const;
@@ -58,7 +58,7 @@ class TcpBootstrap final : public Bootstrap {
   }
 
   const Speaker who_;
-  const int process_;
+  const std::int64_t process_;
   const std::chrono::nanoseconds notice_after_;
   std::optional<WaitNotice> notice_;  // of the wait that is under way
   struct Asked {
@@ -67,7 +67,7 @@ class TcpBootstrap final : public Bootstrap {
   };
   std::optional<Asked> asked_;          // who is missing, for the notice
   std::unique_ptr<StoreThread> store_;  // rank 0 only
-  Descriptor socket_;
+  Socket socket_;
   std::string own_address_;
   std::optional<StoreClient> client_;
   std::vector<std::byte> buffer_;

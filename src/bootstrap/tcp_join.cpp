@@ -1,15 +1,14 @@
 // How a rank joins the job: rank 0 starts the store, the others look for it and shake hands with
 // it.
-#include <poll.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "base/open_files.hpp"
 #include "bootstrap/tcp.hpp"
+#include "platform/process.hpp"
 
 namespace ferry::bootstrap {
 
@@ -57,7 +56,7 @@ TcpBootstrap::TcpBootstrap(const TcpOptions& options)
     : who_{.rank = options.rank,
            .size = options.size,
            .store = StoreAddress{options.address, options.port}.text()},
-      process_(::getpid()),
+      process_(process_id()),
       notice_after_(wait_notice_after()),
       buffer_(kJoinReadBytes) {
   check(options);
@@ -72,8 +71,8 @@ TcpBootstrap::TcpBootstrap(const TcpOptions& options)
 
 void TcpBootstrap::start_store(const TcpOptions& options, Clock::time_point due) {
   StoreThread::free_place(who_.store);
-  Descriptor listener = listen_at({options.address, options.port}, who_.rank);
-  own_address_ = bootstrap::own_address(listener);
+  Socket listener = listen_at({options.address, options.port}, who_.rank);
+  own_address_ = ferry::own_address(listener);
   auto [own, other] = socket_pair(who_.rank);
   socket_ = std::move(own);
   store_ = std::make_unique<StoreThread>(
@@ -87,11 +86,11 @@ void TcpBootstrap::start_store(const TcpOptions& options, Clock::time_point due)
 
 void TcpBootstrap::connect(const TcpOptions& options, Clock::time_point due) {
   std::chrono::milliseconds backoff = kFirstBackoff;
-  std::vector<Address> addresses;
+  std::vector<SocketAddress> addresses;
   for (;;) {
     if (addresses.empty())
       addresses = resolve({options.address, options.port}, who_.rank, last_problem_);
-    for (const Address& address : addresses) {
+    for (const SocketAddress& address : addresses) {
       if (try_address(address, options, due)) return;
     }
     if (Clock::now() >= due) raise_unreached(options);
@@ -101,7 +100,7 @@ void TcpBootstrap::connect(const TcpOptions& options, Clock::time_point due) {
 }
 
 // Whether this rank has joined; throws if it was refused.
-bool TcpBootstrap::try_address(const Address& address, const TcpOptions& options,
+bool TcpBootstrap::try_address(const SocketAddress& address, const TcpOptions& options,
                                Clock::time_point due) {
   int error = 0;
   socket_ = connect_to(address, error);
@@ -117,9 +116,9 @@ bool TcpBootstrap::try_address(const Address& address, const TcpOptions& options
   }
   const Clock::time_point attempt_due = std::min(due, Clock::now() + kLongestAttempt);
   for (;;) {
-    pollfd polled{.fd = socket_.get(), .events = POLLOUT, .revents = 0};
+    Polled polled{.socket = socket_.get(), .write = true};
     const Clock::time_point now = Clock::now();
-    if (::poll(&polled, 1, int(kWaitSlice.count())) > 0) break;
+    if (wait_for({&polled, 1}, kWaitSlice)) break;
     while_waiting(options);
     if (now >= attempt_due) {
       last_problem_ = "no answer";
@@ -131,7 +130,7 @@ bool TcpBootstrap::try_address(const Address& address, const TcpOptions& options
     last_problem_ = std::generic_category().message(error);
     return false;
   }
-  own_address_ = bootstrap::own_address(socket_);
+  own_address_ = ferry::own_address(socket_);
   return shake_hands(options, due);
 }
 
@@ -195,7 +194,7 @@ void TcpBootstrap::pause(const TcpOptions& options, Clock::time_point due,
   do {
     while_waiting(options);
     const auto rest = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
-    if (rest > 0ms) ::poll(nullptr, 0, int(std::min(rest, kWaitSlice).count()));
+    if (rest > 0ms) std::this_thread::sleep_for(std::min(rest, kWaitSlice));
   } while (Clock::now() < until);
 }
 

@@ -37,8 +37,8 @@ inline TcpOptions as_rank(TcpOptions options, int rank) {
 }
 
 /// A raw connection, blocking; none if nobody listens there.
-inline Descriptor connected_to(const TcpOptions& store) {
-  Descriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+inline Socket connected_to(const TcpOptions& store) {
+  Socket socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in where{};
   where.sin_family = AF_INET;
   where.sin_port = htons(store.port);
@@ -49,7 +49,7 @@ inline Descriptor connected_to(const TcpOptions& store) {
 
 /// Sends that and reads until the store hangs up, 8 s at most.
 inline std::string talk_to(const TcpOptions& store, const std::vector<std::byte>& bytes) {
-  const Descriptor socket = connected_to(store);
+  const Socket socket = connected_to(store);
   std::size_t sent = 0;
   while (sent < bytes.size()) {
     const Transfer put = write_to(socket, std::span(bytes).subspan(sent));

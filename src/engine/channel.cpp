@@ -4,7 +4,7 @@
 #include <numeric>
 #include <utility>
 
-#include "fabric/death_watch.hpp"
+#include "platform/death_watch.hpp"
 
 namespace ferry::engine {
 namespace {

@@ -1,8 +1,6 @@
 // Steps of an exchange on one group: swaps, deliveries, loans, and what becomes of a rank that
 // fails in one. Turns the protocols' statuses into errors with words.
 #pragma once
-#include <unistd.h>
-
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -274,7 +272,7 @@ class Channel {
   std::atomic<bool> left_{false};
   std::atomic<bool> given_up_ = false;
   std::mutex leaving_;
-  const pid_t owner_pid_ = getpid();
+  const std::int64_t owner_pid_ = process_id();
   std::atomic<std::uint64_t> wait_ns_{0};
   Record record_;
   mutable std::mutex dead_mutex_;

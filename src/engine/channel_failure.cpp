@@ -106,7 +106,7 @@ void Channel::leave() {
     const std::scoped_lock lock(leaving_);
     if (left_.exchange(true, std::memory_order_acq_rel)) return;
   }
-  if (getpid() != owner_pid_) return;  // a forked child: its parent is the rank, and stays
+  if (process_id() != owner_pid_) return;  // a forked child: its parent is the rank, and stays
   broadcast(FailureBroadcast::Kind::kLeft, rank_);
   if (!given_up_.load(std::memory_order_relaxed)) say_left();
 }

@@ -5,7 +5,7 @@
 
 #include "base/text.hpp"
 #include "engine/channel.hpp"
-#include "fabric/death_watch.hpp"
+#include "platform/death_watch.hpp"
 
 namespace ferry::engine {
 namespace {
@@ -209,7 +209,7 @@ void GroupWatch::hand_over() {
 }
 
 std::uint64_t GroupWatch::slice_ns() const {
-  if (fabric::DeathWatch::count() != deaths_) return 1;
+  if (DeathWatch::count() != deaths_) return 1;
   const auto left = channel_.config_.deadline - (Clock::now() - start_);
   if (left <= left.zero()) return std::chrono::nanoseconds(kGraceSlice).count();
   return static_cast<std::uint64_t>(
@@ -234,7 +234,7 @@ Status GroupWatch::check() {
   const auto now = Clock::now();
   bool late = now - start_ >= channel_.config_.deadline;
   late = late && now - start_ >= channel_.config_.deadline + channel_.grace(awaited_);
-  const std::uint64_t deaths = fabric::DeathWatch::count();
+  const std::uint64_t deaths = DeathWatch::count();
   if (!late && now - last_poll_ < kSlice / 2 && deaths == deaths_) return status;
   deaths_ = deaths;
   last_poll_ = now;

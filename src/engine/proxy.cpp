@@ -1,13 +1,12 @@
 #include "engine/proxy.hpp"
 
-#include <pthread.h>
-
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "core/crossing_layout.hpp"
 #include "engine/growth.hpp"
+#include "platform/threads.hpp"
 
 namespace ferry::engine {
 namespace {
@@ -112,7 +111,7 @@ Proxy::Proxy(Channel& channel, const protocol::CommandRing<>& ring, const ProxyW
       deadline_(deadline),
       on_failure_(std::move(on_failure)),
       thread_([this] { serve(); }) {
-  pthread_setname_np(thread_.native_handle(), "ferry-proxy");
+  name_thread(thread_, "ferry-proxy");
 }
 
 Proxy::~Proxy() {

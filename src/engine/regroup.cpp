@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "base/text.hpp"
-#include "fabric/death_watch.hpp"
+#include "platform/death_watch.hpp"
 
 namespace ferry::engine {
 namespace {
@@ -205,7 +205,7 @@ void Regroup::begin(std::uint64_t step) {
 }
 
 void Regroup::poll() {
-  const std::uint64_t deaths = fabric::DeathWatch::count();
+  const std::uint64_t deaths = DeathWatch::count();
   const auto now = Clock::now();
   const bool processes = deaths != deaths_ || now - polled_ >= kPollPeriod;
   if (processes) polled_ = now;
@@ -314,7 +314,7 @@ std::string Regroup::names(const Member::Seats& seats) const {
 
 void Regroup::wait(std::uint64_t rung) {
   if (member_->statement().number != published_) return;
-  if (fabric::DeathWatch::count() != deaths_) return;
+  if (DeathWatch::count() != deaths_) return;
   const auto left = std::chrono::nanoseconds(kPollPeriod);
   OneSlice watch{static_cast<std::uint64_t>(left.count())};
   (void)bell().wait_until([rung](std::uint64_t seen) { return seen != rung; }, watch);

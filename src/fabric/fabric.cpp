@@ -1,7 +1,5 @@
 #include "fabric/fabric.hpp"
 
-#include <sched.h>
-
 #include <ferry/error.hpp>
 #include <string>
 #include <thread>
@@ -32,7 +30,7 @@ std::chrono::nanoseconds Fabric::spin_time() const noexcept {
 bool Fabric::progress() noexcept {
   // A rank that shares this core may be the one that is awaited; to wake it from a sleep takes
   // longer than to let it run.
-  if (shares_cores()) ::sched_yield();
+  if (shares_cores()) std::this_thread::yield();
   return false;
 }
 

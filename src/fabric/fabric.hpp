@@ -13,7 +13,11 @@
 #include <string_view>
 #include <vector>
 
+#include "platform/process.hpp"
+
 namespace ferry::fabric {
+
+using ferry::PeerState;
 
 /// Numbers a rank's segments in the order in which it registered them, from 0.
 using SegmentId = std::uint32_t;
@@ -43,9 +47,6 @@ struct Segment {
 };
 
 inline constexpr std::size_t kMaxHandleBytes = 192;
-
-/// unknown: nobody can tell; of a network: the peer has not been heard for a second.
-enum class PeerState : std::uint8_t { alive, dead, unknown };
 
 /// One thread at a time registers, attaches, seals and forgets; meanwhile other threads may put,
 /// publish and ask for pointers (results are dropped and groups destroyed on any thread).

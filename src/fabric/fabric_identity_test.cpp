@@ -1,6 +1,10 @@
 // Who joins whom: identities and the choice of a fabric.
 #include "fabric/identity.hpp"
 
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <filesystem>
 
 #include "base/test_files.hpp"

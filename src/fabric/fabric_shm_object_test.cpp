@@ -1,9 +1,12 @@
 // Shared memory objects: a full /dev/shm, objects that are not the peer's, names.
 #include <fcntl.h>
 #include <sched.h>
+#include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 
@@ -12,7 +15,7 @@
 #include "fabric/shm/object.hpp"
 #include "fabric/test_names.hpp"
 #include "fabric/test_ranks.hpp"
-#include "fabric/unique_descriptor.hpp"
+#include "platform/unique_descriptor.hpp"
 
 namespace ferry::fabric::test {
 namespace {

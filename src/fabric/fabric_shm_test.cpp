@@ -1,5 +1,8 @@
 // What only processes can do: die, be stopped, fork, leave names behind.
+#include <signal.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <random>
 
@@ -108,7 +111,7 @@ TEST(ShmFabric, ADeadPeerIsSeenAfterItWasReaped) {
     EXPECT_EQ(fabric->peer_state(1), PeerState::dead);
     EXPECT_EQ(fabric->peer_state(1), PeerState::dead);
   });
-  EXPECT_TRUE(WIFSIGNALED(ranks.reap(1)));
+  EXPECT_TRUE(ranks.reap(1).killed);
   ranks.board().notes[0] = 1;
   ranks.expect_success();
 }

@@ -1,17 +1,11 @@
 #include "fabric/identity.hpp"
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <array>
-#include <cerrno>
 #include <cstring>
 #include <ferry/error.hpp>
-#include <string_view>
 
 #include "base/open_files.hpp"
 #include "base/text.hpp"
+#include "platform/host.hpp"
 
 namespace ferry::fabric {
 namespace {
@@ -37,18 +31,6 @@ std::string describe(const Identity& identity, std::size_t rank) {
          std::to_string(identity.process.pid) + ")";
 }
 
-/// The first line of a file; empty when it cannot be read, and `error` says why.
-std::string line_of(const char* path, int& error) {
-  const int fd = open(path, O_RDONLY | O_CLOEXEC);
-  error = fd < 0 ? errno : 0;
-  if (fd < 0) return {};
-  std::array<char, 256> text{};
-  const ssize_t got = read(fd, text.data(), text.size());
-  close(fd);
-  const std::string_view line(text.data(), got > 0 ? static_cast<std::size_t>(got) : 0);
-  return std::string(line.substr(0, line.find('\n')));
-}
-
 bool same_host(const Identity& a, const Identity& b) {
   return a.boot_id == b.boot_id && (!a.boot_id.empty() || a.host == b.host);
 }
@@ -58,14 +40,12 @@ bool same_host(const Identity& a, const Identity& b) {
 Identity this_identity() {
   Identity identity;
   int error = 0;
-  identity.boot_id = line_of("/proc/sys/kernel/random/boot_id", error);
+  identity.boot_id = boot_id(error);
   if (too_many_files(error)) identity.problem = error_text(error);
-  std::array<char, 256> host{};
-  if (gethostname(host.data(), host.size() - 1) == 0) identity.host = host.data();
+  identity.host = host_name();
   identity.process = this_process();
-  struct stat info{};
-  if (stat("/dev/shm", &info) == 0 && S_ISDIR(info.st_mode)) identity.shm_device = info.st_dev;
-  identity.user = geteuid();
+  identity.shm_device = shared_memory_place();
+  identity.user = user_id();
   return identity;
 }
 

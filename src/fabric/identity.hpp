@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "fabric/process.hpp"
+#include "platform/process.hpp"
 
 namespace ferry::fabric {
 

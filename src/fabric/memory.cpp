@@ -1,14 +1,12 @@
 #include "fabric/memory.hpp"
 
-#include <sys/mman.h>
-
-#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <ferry/error.hpp>
 #include <string>
 
 #include "base/process_limits.hpp"
+#include "platform/pages.hpp"
 
 namespace ferry::fabric {
 namespace {
@@ -25,7 +23,7 @@ constexpr std::size_t kPage = 4096;
 }  // namespace
 
 Memory::~Memory() {
-  munmap(data_, mapped_);
+  unmap_pages(data_, mapped_);
 }
 
 std::size_t whole_pages(std::size_t bytes, int rank) {
@@ -38,27 +36,15 @@ std::size_t whole_pages(std::size_t bytes, int rank) {
 
 std::shared_ptr<Memory> anonymous_memory(std::size_t bytes, int rank) {
   const std::size_t wanted = whole_pages(bytes, rank);
-  const bool huge = wanted >= kHugePage;
-  const std::size_t mapped = huge ? wanted + kHugePage - kPage : wanted;
-  void* const at =
-      mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (at == MAP_FAILED) {
-    throw_exhausted(bytes, rank, std::strerror(errno) + memory_limit_text(mapped));
-  }
-  auto* start = static_cast<std::byte*>(at);
-  if (huge) {  // keep the aligned part, give back both ends
-    const std::size_t before =
-        (kHugePage - reinterpret_cast<std::uintptr_t>(at) % kHugePage) % kHugePage;
-    const std::size_t after = mapped - before - wanted;
-    if (before > 0) munmap(start, before);
-    if (after > 0) munmap(start + before + wanted, after);
-    start += before;
-    madvise(start, wanted, MADV_HUGEPAGE);  // only advice
+  int error = 0;
+  std::byte* const start = private_pages(wanted, wanted >= kHugePage ? kHugePage : kPage, error);
+  if (start == nullptr) {
+    throw_exhausted(bytes, rank, std::strerror(error) + memory_limit_text(wanted));
   }
   try {
     return std::make_shared<Memory>(start, wanted);
   } catch (...) {
-    munmap(start, wanted);
+    unmap_pages(start, wanted);
     throw;
   }
 }

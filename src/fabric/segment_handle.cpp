@@ -1,28 +1,19 @@
 #include "fabric/segment_handle.hpp"
 
-#include <sys/random.h>
-
-#include <cerrno>
 #include <cstring>
 #include <ferry/error.hpp>
 #include <string>
+
+#include "platform/random.hpp"
 
 namespace ferry::fabric {
 
 JobKey random_key(int rank) {
   JobKey key{};
-  auto* at = reinterpret_cast<std::byte*>(key.data());
-  std::size_t left = sizeof key;
-  while (left > 0) {
-    const ssize_t got = getrandom(at, left, 0);
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) {
-      throw Error(ErrorKind::system,
-                  "rank " + std::to_string(rank) + ": getrandom failed: " + std::strerror(errno),
-                  {.rank = rank});
-    }
-    at += got;
-    left -= static_cast<std::size_t>(got);
+  if (const int error = random_bytes(std::as_writable_bytes(std::span(key))); error != 0) {
+    throw Error(ErrorKind::system,
+                "rank " + std::to_string(rank) + ": getrandom failed: " + std::strerror(error),
+                {.rank = rank});
   }
   return key;
 }

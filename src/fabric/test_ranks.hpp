@@ -1,17 +1,15 @@
 // For the tests of this folder: ranks as threads or as forked processes, always bounded in time.
 #pragma once
-#include <dlfcn.h>
-#include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <gtest/gtest.h>
 
+#if __has_include(<dlfcn.h>)
+#include <dlfcn.h>
+#endif
+
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <ferry/bootstrap.hpp>
@@ -29,6 +27,7 @@
 #include "fabric/ofi/ofi.hpp"
 #include "fabric/shm/shm.hpp"
 #include "fabric/sim/sim.hpp"
+#include "platform/test_child.hpp"
 #include "protocol/watch.hpp"
 
 namespace ferry::fabric::test {
@@ -54,10 +53,7 @@ struct Board {
 };
 
 inline std::shared_ptr<Board> make_board() {
-  void* at =
-      mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (at == MAP_FAILED) throw std::bad_alloc();
-  return {static_cast<Board*>(at), [](Board* board) { munmap(board, sizeof *board); }};
+  return std::static_pointer_cast<Board>(ferry::test::shared_block(sizeof(Board)));
 }
 
 inline std::int64_t nanoseconds_now() {
@@ -145,8 +141,11 @@ inline OfiOptions ofi_options() {
 /// Why the ofi fabric cannot be tested here; empty: it can.
 inline std::string no_ofi() {
   if (!ofi_is_built()) return "built without the headers of libfabric";
+#if __has_include(<dlfcn.h>)
   static const bool there = dlopen("libfabric.so.1", RTLD_NOW) != nullptr;
-  return there ? "" : "libfabric.so.1 is not installed";
+  if (there) return {};
+#endif
+  return "libfabric.so.1 is not installed";
 }
 
 constexpr bool thread_sanitizer() {
@@ -224,85 +223,64 @@ inline std::uint64_t flag_value(const Segment& mine, std::uint64_t offset) {
 
 using Body = std::function<void(Rank&)>;
 
-/// Forked ranks. Ends them in every case; they stay zombies until all have ended.
+/// Ranks as processes. Ends them in every case; they stay zombies until all have ended.
 class Processes {
  public:
   Processes(const Setting& setting, int ranks, const Body& body) : board_(make_board()) {
-    std::fflush(nullptr);
-    const pid_t parent = getpid();
     for (int r = 0; r < ranks; ++r) {
-      const pid_t pid = fork();
-      if (pid == 0) child(setting, r, ranks, body, parent);
-      pids_.push_back(pid);
-    }
-  }
-  ~Processes() {
-    for (const pid_t pid : pids_) {
-      if (pid <= 0) continue;
-      kill(pid, SIGKILL);
-      waitpid(pid, nullptr, 0);
+      children_.emplace_back([&, r] { return child(setting, r, ranks, body); });
+      reaped_.push_back(false);
     }
   }
   Processes(const Processes&) = delete;
   Processes& operator=(const Processes&) = delete;
 
-  pid_t pid(int rank) const { return pids_[static_cast<std::size_t>(rank)]; }
+  int pid(int rank) const {
+    return static_cast<int>(children_[static_cast<std::size_t>(rank)].pid());
+  }
   Board& board() { return *board_; }
 
   /// Whether the rank has ended; does not reap it.
-  bool ended(int rank) const {
-    siginfo_t info{};
-    return waitid(P_PID, static_cast<id_t>(pid(rank)), &info, WEXITED | WNOHANG | WNOWAIT) == 0 &&
-           info.si_pid != 0;
-  }
-  /// Waits for the end of a rank and reaps it: its wait status.
-  int reap(int rank) {
-    if (!eventually([&] { return ended(rank); })) {
+  bool ended(int rank) const { return children_[static_cast<std::size_t>(rank)].ended(); }
+  /// Waits for the end of a rank and reaps it.
+  ferry::test::Child::End reap(int rank) {
+    auto& one = children_[static_cast<std::size_t>(rank)];
+    if (!eventually([&] { return one.ended(); })) {
       ADD_FAILURE() << "rank " << rank << " did not end in time";
-      kill(pid(rank), SIGKILL);
+      one.kill();
     }
-    int status = 0;
-    waitpid(pid(rank), &status, 0);
-    pids_[static_cast<std::size_t>(rank)] = -1;
-    return status;
+    reaped_[static_cast<std::size_t>(rank)] = true;
+    return one.wait();
   }
   /// Expects that all ranks but those in `killed` end well. Reaps only when all have ended.
   void expect_success(const std::vector<int>& killed = {}) {
-    for (std::size_t r = 0; r < pids_.size(); ++r) {
-      EXPECT_TRUE(eventually([&] { return pids_[r] < 0 || ended(static_cast<int>(r)); }))
-          << "rank " << r << " did not end in time";
+    const int ranks = static_cast<int>(children_.size());
+    for (int r = 0; r < ranks; ++r) {
+      EXPECT_TRUE(eventually([&] { return ended(r); })) << "rank " << r << " did not end in time";
     }
-    for (int r = 0; r < static_cast<int>(pids_.size()); ++r) {
-      if (pid(r) < 0) continue;
-      const int status = reap(r);
+    for (int r = 0; r < ranks; ++r) {
+      if (reaped_[static_cast<std::size_t>(r)]) continue;
+      const auto end = reap(r);
       const bool was_killed = std::find(killed.begin(), killed.end(), r) != killed.end();
-      if (was_killed) {
-        EXPECT_TRUE(WIFSIGNALED(status)) << "rank " << r << " status " << status;
-      } else {
-        EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0)
-            << "rank " << r << " ended with wait status " << status;
-      }
+      EXPECT_EQ(end.killed, was_killed) << "rank " << r;
+      EXPECT_TRUE(was_killed || end.code == 0) << "rank " << r << " ended with " << end.code;
     }
   }
 
  private:
-  [[noreturn]] void child(const Setting& setting, int rank, int ranks, const Body& body,
-                          pid_t parent) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != parent) _exit(1);
-    alarm(60);
+  int child(const Setting& setting, int rank, int ranks, const Body& body) {
     try {
       Rank context{setting, *board_, BoardBootstrap(*board_, rank, ranks)};
       body(context);
     } catch (const std::exception& e) {
       ADD_FAILURE() << "rank " << rank << ": " << e.what();
     }
-    std::fflush(nullptr);
-    _exit(::testing::Test::HasFailure() ? 1 : 0);
+    return ::testing::Test::HasFailure() ? 1 : 0;
   }
 
   std::shared_ptr<Board> board_;
-  std::vector<pid_t> pids_;
+  std::vector<ferry::test::Child> children_;
+  std::vector<bool> reaped_;
 };
 
 /// Runs `body` on every rank and expects no failure.

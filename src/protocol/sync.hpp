@@ -15,7 +15,7 @@
 #include <atomic>
 #include <chrono>
 
-#include "protocol/futex.hpp"
+#include "platform/futex.hpp"
 #endif
 
 namespace ferry::protocol {

@@ -2,7 +2,7 @@
 
     bench -> tools, fabric
     python, tools, examples, bench -> include <- api <- {host, cuda} -> engine
-    engine -> {protocol, fabric} -> core -> base,  bootstrap -> core
+    engine -> {protocol, fabric} -> core -> base,  bootstrap -> core;  all but core -> platform
 
 `include/ferry` is the vocabulary: it includes nothing of ours but itself, and every floor may
 include it. `src/api` picks the engine, the fabric and the bootstrap, so it may include all of
@@ -26,15 +26,23 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "helpers"}
 
 # What the engines stand on.
-GROUND = {"include/ferry", "src/base", "src/core", "src/protocol", "src/fabric"}
+GROUND = {
+    "include/ferry",
+    "src/platform",
+    "src/base",
+    "src/core",
+    "src/protocol",
+    "src/fabric",
+}
 # A floor: the folder, and the floors that its files may include besides their own.
 FLOORS = {
     "include/ferry": set(),
-    "src/base": {"include/ferry"},
+    "src/platform": {"include/ferry"},
+    "src/base": {"include/ferry", "src/platform"},
     "src/core": {"include/ferry", "src/base"},
-    "src/protocol": {"include/ferry", "src/base", "src/core"},
-    "src/fabric": {"include/ferry", "src/base", "src/core", "src/protocol"},
-    "src/bootstrap": {"include/ferry", "src/base", "src/core"},
+    "src/protocol": {"include/ferry", "src/platform", "src/base", "src/core"},
+    "src/fabric": {"include/ferry", "src/platform", "src/base", "src/core", "src/protocol"},
+    "src/bootstrap": {"include/ferry", "src/platform", "src/base", "src/core"},
     "src/engine": GROUND,
     "src/host": GROUND | {"src/engine"},
     "src/cuda": GROUND | {"src/engine"},
@@ -115,30 +123,13 @@ OUTSIDE = (
     (
         "sockets",
         re.compile(r"^(sys/socket\.h|sys/un\.h|netinet/|arpa/|netdb\.h|net/|ifaddrs\.h)"),
-        ("src/fabric", "src/bootstrap", "tools"),
+        ("src/platform", "src/fabric/ofi", "src/fabric/cuda", "tools"),
     ),
     ("networks' libraries", re.compile(r"^(rdma/|infiniband/)"), ("src/fabric",)),
     (
-        "the limits of the process",
-        re.compile(r"^sys/resource\.h$"),
-        ("src/base", "src/fabric", "src/bootstrap", "tools"),
-    ),
-    (
         "the operating system",
         re.compile(r"^([a-z0-9_]+\.h|sys/.*|linux/.*|asm/.*)$"),
-        (
-            "src/protocol",
-            "src/fabric",
-            "src/bootstrap",
-            "src/engine",
-            "src/host",
-            "src/cuda",
-            "src/api",
-            "tools",
-            "python/src",
-            "bench",
-            "examples",
-        ),
+        ("src/platform", "src/fabric/ofi", "src/fabric/cuda", "src/cuda", "tools", "bench"),
     ),
 )
 # C headers that only compute, and intrinsics: core may use them.
@@ -146,6 +137,9 @@ HARMLESS = re.compile(
     r"^(std(int|def|io|lib|arg)|string|math|float|limits|inttypes|assert|errno|"
     r"[a-z0-9]*intrin|arm_neon|arm_bf16|arm_fp16|cpuid)\.h$"
 )
+# Only src/platform asks which system this is.
+SYSTEM = re.compile(r"^\s*#.*\b(_WIN32|_WIN64|__linux__|__unix__|__MINGW\w*|_MSC_VER)\b")
+SYSTEM_FLOORS = ("src/platform/", "src/fabric/ofi/", "src/fabric/cuda/", "src/cuda/")
 # Pure: no threads, no clocks that run, no files of the system's own.
 THREADS = {"thread", "mutex", "condition_variable", "future"}
 PURE = {"include/ferry": set(), "src/base": THREADS, "src/core": THREADS}
@@ -224,7 +218,7 @@ def check_outside(path: Path, line: int, name: str) -> list[Fault]:
     for what, pattern, floors in OUTSIDE:
         if not pattern.match(name):
             continue
-        if is_test(path) and what in ("test libraries", "the operating system"):
+        if is_test(path) and what in ("test libraries", "the operating system", "sockets"):
             return []
         if not any(path.as_posix().startswith(allowed + "/") for allowed in floors):
             places = ", ".join(floors) or "tests"
@@ -247,6 +241,9 @@ def check_file(root: Path, path: Path) -> list[Fault]:
     if has_rooms(floor_of(path)) and path.parent.as_posix() not in ROOMS:
         faults.append(Fault(path, 1, f"{path.parent} is no room (ROOMS in check_includes.py)"))
     for number, text in enumerate(lines, 1):
+        bound = path.as_posix().startswith("src/") and not is_test(path)
+        if bound and SYSTEM.match(text) and not path.as_posix().startswith(SYSTEM_FLOORS):
+            faults.append(Fault(path, number, "only src/platform asks which system this is"))
         found = INCLUDE.match(text)
         if not found:
             continue

@@ -12,6 +12,7 @@ import check_includes
 
 HOUSE = [
     "include/ferry/error.hpp",
+    "src/platform/pages.hpp",
     "src/base/text.hpp",
     "src/core/plan.hpp",
     "src/protocol/barrier.hpp",
@@ -60,9 +61,12 @@ RIGHT = [
     ("src/cuda/kernels/latency/a.cu", '"cuda/kernels/base/wait.cuh"'),
     ("src/cuda/latency/proxy/a_test.cpp", '"cuda/kernels/latency/view.hpp"', "<gtest/gtest.h>"),
     ("src/host/latency/a.cpp", '"host/throughput/engine.hpp"', '"core/plan.hpp"'),
-    ("src/protocol/swap.hpp", '"core/plan.hpp"', "<linux/futex.h>", "<atomic>"),
-    ("src/fabric/shm/shm.cpp", '"fabric/fabric.hpp"', "<sys/mman.h>", "<sys/socket.h>"),
-    ("src/bootstrap/tcp.cpp", '"core/plan.hpp"', "<netinet/in.h>"),
+    ("src/platform/posix/pages.cpp", '"platform/pages.hpp"', "<sys/mman.h>", "<sys/socket.h>"),
+    ("src/base/limits.cpp", '"platform/pages.hpp"'),
+    ("src/protocol/swap.hpp", '"core/plan.hpp"', '"platform/pages.hpp"', "<atomic>"),
+    ("src/fabric/shm/shm.cpp", '"fabric/fabric.hpp"', '"platform/pages.hpp"'),
+    ("src/fabric/ofi/library.cpp", "<dlfcn.h>", "<sys/socket.h>"),
+    ("src/bootstrap/tcp_test.cpp", "<netinet/in.h>", "<unistd.h>"),
     (
         "src/host/throughput/dispatch.cpp",
         '"protocol/barrier.hpp"',
@@ -94,6 +98,16 @@ def test_right_arrows_pass(house: Path, case: tuple[str, ...]) -> None:
 
 
 WRONG = [
+    ("src/platform/posix/pages.cpp", '"base/text.hpp"'),
+    ("src/core/plan.cpp", '"platform/pages.hpp"'),
+    ("src/base/text.cpp", "<sys/resource.h>"),
+    ("src/protocol/futex.hpp", "<linux/futex.h>"),
+    ("src/fabric/shm/shm.cpp", "<sys/mman.h>"),
+    ("src/bootstrap/tcp.cpp", "<poll.h>"),
+    ("src/engine/proxy.cpp", "<pthread.h>"),
+    ("src/api/group.cpp", "<unistd.h>"),
+    ("python/src/group.cpp", "<unistd.h>"),
+    ("examples/cpp/hello.cpp", "<unistd.h>"),
     ("src/base/text.cpp", '"core/plan.hpp"'),
     ("src/cuda/runtime/event.cpp", '"cuda/throughput/engine.hpp"'),
     ("src/cuda/throughput/monitor.cpp", '"cuda/latency/engine.hpp"'),
@@ -144,6 +158,12 @@ def test_wrong_arrows_are_caught(house: Path, case: tuple[str, ...]) -> None:
 def test_pragma_once_is_asked_for(house: Path) -> None:
     (house / "src/core/naked.hpp").write_text("int x;\n")
     assert [fault.line for fault in check_includes.check(house)] == [1]
+
+
+def test_only_the_platform_asks_which_system_this_is(house: Path) -> None:
+    for path in ("src/core/a.cpp", "src/platform/a.cpp", "src/core/a_test.cpp"):
+        (house / path).write_text("#if defined(_WIN32)\n#endif\n")
+    assert [str(fault.path) for fault in check_includes.check(house)] == ["src/core/a.cpp"]
 
 
 def test_rooms_stand_in_order() -> None:

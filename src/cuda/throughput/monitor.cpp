@@ -10,7 +10,7 @@
 #include "cuda/runtime/event.hpp"
 #include "cuda/throughput/engine.hpp"
 #include "engine/growth.hpp"
-#include "protocol/futex.hpp"
+#include "platform/futex.hpp"
 
 namespace ferry::cuda {
 
@@ -222,7 +222,7 @@ void CudaEngine::monitor() {
   // Nobody changes it: a death alone ends the sleep early.
   const std::uint64_t nothing = 0;
   while (!stopping_.load(std::memory_order_acquire)) {
-    protocol::futex_wait(&nothing, 0, kTickNs);
+    futex_wait(&nothing, 0, kTickNs);
     try {
       const OnDevice here(device().index);
       look_after_peers();

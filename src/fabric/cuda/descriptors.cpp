@@ -16,7 +16,7 @@
 #include <stdexcept>
 
 #include "base/open_files.hpp"
-#include "base/signals_blocked.hpp"
+#include "platform/threads.hpp"
 
 namespace ferry::fabric {
 namespace {

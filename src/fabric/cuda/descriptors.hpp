@@ -6,9 +6,9 @@
 #include <thread>
 #include <vector>
 
-#include "fabric/process.hpp"
 #include "fabric/segment_handle.hpp"
-#include "fabric/unique_descriptor.hpp"
+#include "platform/process.hpp"
+#include "platform/unique_descriptor.hpp"
 
 namespace ferry::fabric {
 

@@ -13,7 +13,7 @@
 
 #include "base/open_files.hpp"
 #include "base/process_limits.hpp"
-#include "fabric/process.hpp"
+#include "platform/process.hpp"
 
 namespace ferry::fabric::ofi {
 namespace {
@@ -24,10 +24,10 @@ std::string files_left_text() {
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return {};
   const int next = eventfd(0, EFD_CLOEXEC);
-  if (next < 0) return too_many_files(errno) ? "; " + fabric::error_text(errno) : std::string();
+  if (next < 0) return too_many_files(errno) ? "; " + ferry::error_text(errno) : std::string();
   close(next);
   if (static_cast<rlim_t>(next) + kSpare < limit.rlim_cur) return {};
-  return "; " + fabric::error_text(EMFILE);
+  return "; " + ferry::error_text(EMFILE);
 }
 
 struct Loaded {
@@ -84,7 +84,7 @@ const Library& library(int rank) {
 
 std::string error_text(const Library& library, long code) {
   const int number = static_cast<int>(code < 0 ? -code : code);
-  if (too_many_files(number)) return fabric::error_text(number);
+  if (too_many_files(number)) return ferry::error_text(number);
   return std::string(library.strerror(number)) + " (" + std::to_string(number) + ")" +
          (number == FI_ENOMEM ? memory_limit_text(0) : std::string());
 }

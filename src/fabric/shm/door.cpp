@@ -1,23 +1,22 @@
 #include "fabric/shm/door.hpp"
 
-#include <dirent.h>
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <ferry/error.hpp>
+#include <string_view>
+#include <thread>
 #include <utility>
 
 #include "base/open_files.hpp"
 #include "fabric/shm/names.hpp"
+#include "platform/pages.hpp"
 
 namespace ferry::fabric {
 namespace {
+
+using namespace std::chrono_literals;
 
 std::uint64_t load(const std::uint64_t& word) {
   // Acquire: what its owner wrote before is seen.
@@ -46,7 +45,7 @@ JobKey door_key(const std::string& lobby) {
   return key;
 }
 
-OwnDoor::OwnDoor(const What& what, const std::string& text) : owner_pid_(getpid()) {
+OwnDoor::OwnDoor(const What& what, const std::string& text) : owner_pid_(process_id()) {
   if (text.size() > DoorPage::kTextBytes) {
     throw Error(ErrorKind::invalid_argument,
                 "Group: elastic: the configuration has " + std::to_string(text.size()) +
@@ -77,9 +76,9 @@ void OwnDoor::add(SegmentId id, std::size_t bytes, SharedObject& object) {
 }
 
 void OwnDoor::close() noexcept {
-  if (name_.empty() || getpid() != owner_pid_) return;  // of a forked child: its parent's
+  if (name_.empty() || process_id() != owner_pid_) return;  // of a forked child: its parent's
   // Once: this process may have opened another one under that name since.
-  if (std::atomic_ref(page().closed).exchange(1) == 0) shm_unlink(name_.c_str());
+  if (std::atomic_ref(page().closed).exchange(1) == 0) remove_section(name_);
 }
 
 std::string Door::text() const {
@@ -88,7 +87,7 @@ std::string Door::text() const {
 
 bool Door::ends_soon() {
   // A process that ends closes its files before the kernel says that it has ended.
-  for (int i = 0; i < 200 && !ended(); ++i) usleep(5000);
+  for (int i = 0; i < 200 && !ended(); ++i) std::this_thread::sleep_for(5ms);
   return ended();
 }
 
@@ -124,18 +123,18 @@ std::vector<std::shared_ptr<Door>> Doors::list() {
   for (int rank = 0; rank < ranks_; ++rank) {
     digits.push_back(digits_of(object_name(key_, self, rank, 0)));
   }
-  const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir("/dev/shm"), closedir);
-  if (!folder) {
+  int error = 0;
+  const auto names = list_sections(std::string(kObjectPrefix), error);
+  if (!names) {
     throw Error(ErrorKind::system,
-                "rank " + std::to_string(self_) + " cannot list /dev/shm: " + error_text(errno),
+                "rank " + std::to_string(self_) + " cannot list /dev/shm: " + error_text(error),
                 {.rank = self_});
   }
   decltype(known_) now;
   std::vector<std::shared_ptr<Door>> open_now;
-  while (const dirent* entry = readdir(folder.get())) {
-    const auto owner = owner_of(entry->d_name);
+  for (const std::string& name : *names) {
+    const auto owner = owner_of(name);
     if (!owner || owner->pid_namespace != self.pid_namespace) continue;
-    const std::string name = entry->d_name;
     const auto at = std::find(digits.begin(), digits.end(), digits_of(name));
     if (at == digits.end()) continue;
     const int rank = static_cast<int>(at - digits.begin());
@@ -155,27 +154,18 @@ std::vector<std::shared_ptr<Door>> Doors::list() {
 }
 
 std::shared_ptr<Door> Doors::open(const std::string& name, int rank) const {
-  // Nonblocking: a FIFO or a lease of another user must hold up nobody.
-  const UniqueDescriptor fd(shm_open(name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC, 0));
-  if (fd.get() < 0) {
-    if (errno != EMFILE && errno != ENFILE && errno != ENOMEM) return nullptr;  // gone, or foreign
-    throw Error(ErrorKind::system,
-                "rank " + std::to_string(self_) + ": shm_open " + name + ": " + error_text(errno),
-                {.rank = self_, .peer = rank});
-  }
-  struct stat info{};
-  if (fstat(fd.get(), &info) != 0 || !S_ISREG(info.st_mode) || (info.st_mode & 077) != 0 ||
-      info.st_uid != geteuid() || info.st_size < static_cast<off_t>(sizeof(DoorPage))) {
-    return nullptr;
-  }
   const std::size_t bytes = whole_pages(sizeof(DoorPage), self_);
-  void* const at = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd.get(), 0);
-  if (at == MAP_FAILED) {
+  SectionFailure failure;
+  const Section section = open_section(name, bytes, Access::read, std::nullopt, failure);
+  if (section.data == nullptr) {
+    const bool short_of = too_many_files(failure.error) || failure.error == ENOMEM;
+    if (!short_of && failure.call != std::string_view("mmap")) return nullptr;  // gone, or foreign
     throw Error(ErrorKind::system,
-                "rank " + std::to_string(self_) + ": mmap " + name + ": " + error_text(errno),
+                "rank " + std::to_string(self_) + ": " + failure.call + " " + name + ": " +
+                    error_text(failure.error),
                 {.rank = self_, .peer = rank});
   }
-  auto memory = std::make_shared<Memory>(static_cast<std::byte*>(at), bytes);
+  auto memory = std::make_shared<Memory>(section.data, bytes);
   const auto& page = *reinterpret_cast<const DoorPage*>(memory->data());
   const auto owner = owner_of(std::string_view(name).substr(1));
   const bool made = load(page.magic) == DoorPage::kMagic && owner && page.owner.pid == owner->pid &&

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "fabric/memory.hpp"
-#include "fabric/process.hpp"
 #include "fabric/segment_handle.hpp"
 #include "fabric/segment_table.hpp"
 #include "fabric/shm/object.hpp"
+#include "platform/process.hpp"
 
 namespace ferry::fabric {
 

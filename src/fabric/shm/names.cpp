@@ -1,22 +1,15 @@
 #include "fabric/shm/names.hpp"
 
-#include <dirent.h>
-#include <fcntl.h>
-#include <signal.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <array>
 #include <bit>
-#include <cerrno>
 #include <charconv>
 #include <cstdio>
-#include <memory>
+
+#include "platform/pages.hpp"
 
 namespace ferry::fabric {
 namespace {
 
-constexpr std::string_view kPrefix = "ferry-";
 constexpr std::size_t kDigits = 32;
 
 void sip_round(std::array<std::uint64_t, 4>& v) {
@@ -38,13 +31,6 @@ bool take_number(std::string_view& text, char end, std::uint64_t& value) {
   if (error != std::errc{} || at == text.data() + text.size() || *at != end) return false;
   text.remove_prefix(static_cast<std::size_t>(at - text.data()) + 1);
   return true;
-}
-
-/// Not whether it is a zombie: whoever does not wait for it may still look at it.
-bool runs_no_more(const ProcessName& owner) {
-  if (kill(static_cast<pid_t>(owner.pid), 0) != 0 && errno == ESRCH) return true;
-  const auto start_time = start_time_of(owner.pid);
-  return start_time && *start_time != owner.start_time;
 }
 
 }  // namespace
@@ -77,8 +63,8 @@ std::string object_name(const JobKey& key, const ProcessName& owner, int rank, S
 }
 
 std::optional<ProcessName> owner_of(std::string_view name) {
-  if (name.substr(0, kPrefix.size()) != kPrefix) return std::nullopt;
-  name.remove_prefix(kPrefix.size());
+  if (name.substr(0, kObjectPrefix.size()) != kObjectPrefix) return std::nullopt;
+  name.remove_prefix(kObjectPrefix.size());
   ProcessName owner;
   std::uint64_t pid = 0;
   if (!take_number(name, '.', owner.pid_namespace) || !take_number(name, '.', pid) ||
@@ -93,18 +79,16 @@ std::optional<ProcessName> owner_of(std::string_view name) {
 
 std::size_t remove_orphans() noexcept {
   const ProcessName self = this_process();
-  const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir("/dev/shm"), closedir);
-  if (!folder || self.pid_namespace == 0) return 0;
+  if (self.pid_namespace == 0) return 0;
+  int error = 0;
+  const auto names = list_sections(std::string(kObjectPrefix), error);
   std::size_t removed = 0;
-  while (const dirent* entry = readdir(folder.get())) {
-    const auto owner = owner_of(entry->d_name);
+  for (std::size_t i = 0; names && i < names->size(); ++i) {
+    const auto owner = owner_of((*names)[i]);
     if (!owner || owner->pid_namespace != self.pid_namespace || owner->start_time == 0) continue;
-    struct stat info{};
-    if (fstatat(dirfd(folder.get()), entry->d_name, &info, AT_SYMLINK_NOFOLLOW) != 0 ||
-        !S_ISREG(info.st_mode) || info.st_uid != geteuid() || !runs_no_more(*owner)) {
-      continue;
-    }
-    if (unlinkat(dirfd(folder.get()), entry->d_name, 0) == 0) ++removed;
+    if (!runs_no_more(*owner)) continue;
+    remove_section("/" + (*names)[i]);
+    ++removed;
   }
   return removed;
 }

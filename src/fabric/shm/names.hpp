@@ -5,14 +5,16 @@
 #include <string>
 #include <string_view>
 
-#include "fabric/process.hpp"
 #include "fabric/segment_handle.hpp"
+#include "platform/process.hpp"
 
 namespace ferry::fabric {
 
 /// SipHash-2-4 of two words: without the key nobody predicts it.
 /// (Aumasson and Bernstein, "SipHash: a fast short-input PRF", 2012.)
 std::uint64_t siphash(const JobKey& key, std::uint64_t first, std::uint64_t second);
+
+inline constexpr std::string_view kObjectPrefix = "ferry-";
 
 /// "/ferry-<pid namespace>.<pid>.<start time>-<32 hex digits>". The first part tells whose it is,
 /// so that what a dead process left can be found; the digits depend on the job's key, so that

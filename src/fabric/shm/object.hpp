@@ -7,7 +7,7 @@
 
 #include "fabric/memory.hpp"
 #include "fabric/segment_handle.hpp"
-#include "fabric/unique_descriptor.hpp"
+#include "platform/unique_descriptor.hpp"
 
 namespace ferry::fabric {
 

@@ -1,9 +1,5 @@
 #include "fabric/shm/shm.hpp"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <ferry/error.hpp>
 #include <memory>
@@ -21,6 +17,7 @@
 #include "fabric/shm/handshake.hpp"
 #include "fabric/shm/names.hpp"
 #include "fabric/shm/object.hpp"
+#include "platform/pages.hpp"
 
 namespace ferry::fabric {
 namespace {
@@ -41,7 +38,7 @@ class ShmFabric final : public MappedFabric, public Lobby {
         key_(key),
         // In handles and for comparison only; the key itself stays in this process.
         job_{siphash(key, ~0ull, 0), siphash(key, ~0ull, 1)},
-        owner_pid_(getpid()),
+        owner_pid_(process_id()),
         peers_(ranks.size()) {
     for (std::size_t r = 0; r < ranks.size(); ++r) set_peer(static_cast<int>(r), ranks[r]);
   }
@@ -88,11 +85,11 @@ class ShmFabric final : public MappedFabric, public Lobby {
   std::string object_of(int peer, SegmentId segment) const {
     return object_name(key_, peer_at(peer)->process, peer, segment);
   }
-  bool in_forked_child() const noexcept { return getpid() != owner_pid_; }
+  bool in_forked_child() const noexcept { return process_id() != owner_pid_; }
 
   JobKey key_;
   JobKey job_;
-  pid_t owner_pid_;
+  std::int64_t owner_pid_;
   mutable std::mutex peers_mutex_;
   std::vector<std::shared_ptr<Peer>> peers_;
   std::set<SegmentId> named_;  // own segments that still have a name
@@ -103,7 +100,7 @@ class ShmFabric final : public MappedFabric, public Lobby {
 
 ShmFabric::~ShmFabric() {
   if (in_forked_child()) return;  // the names are the parent's
-  for (const SegmentId segment : named_) shm_unlink(object_of(rank(), segment).c_str());
+  for (const SegmentId segment : named_) remove_section(object_of(rank(), segment));
   for (int peer = 0; peer < size(); ++peer) {
     if (peer_state(peer) == PeerState::dead) forget(peer);
   }
@@ -153,7 +150,7 @@ void ShmFabric::attach(int peer, SegmentId segment, std::size_t bytes,
 
 void ShmFabric::seal(SegmentId segment) {
   if (named_.erase(segment) == 0 || in_forked_child()) return;
-  shm_unlink(object_of(rank(), segment).c_str());
+  remove_section(object_of(rank(), segment));
 }
 
 void ShmFabric::forget(int peer) noexcept {
@@ -161,11 +158,11 @@ void ShmFabric::forget(int peer) noexcept {
   // All that this rank attached may still have names, and at most kMaxNamed beyond.
   const SegmentId end = segments().count(peer) + kMaxNamed;
   for (SegmentId segment = 0; segment < end; ++segment) {
-    shm_unlink(object_of(peer, segment).c_str());
+    remove_section(object_of(peer, segment));
   }
   // One that left has closed its own, and may join again under that name.
   if (!door_ || peer_state(peer) != PeerState::dead) return;
-  shm_unlink(object_name(door_key_, peer_at(peer)->process, peer, 0).c_str());
+  remove_section(object_name(door_key_, peer_at(peer)->process, peer, 0));
 }
 
 PeerState ShmFabric::peer_state(int peer) noexcept {
@@ -176,8 +173,7 @@ PeerState ShmFabric::peer_state(int peer) noexcept {
 void ShmFabric::open(const std::string& name, const std::string& text, std::uint64_t ticket) {
   door_key_ = door_key(name);
   const std::string own = object_name(door_key_, peer_at(rank())->process, rank(), 0);
-  if (const UniqueDescriptor there(shm_open(own.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC, 0));
-      there.get() >= 0) {
+  if (section_exists(own)) {
     throw Error(ErrorKind::refused,
                 "rank " + std::to_string(rank()) +
                     ": its place is not free: this process has it, in a group of the same name "
@@ -230,7 +226,7 @@ void ShmFabric::replace(int peer, const std::optional<ProcessName>& process,
   // Of one that has ended the memory is given back, but for what it said (segment 0).
   for (SegmentId id = 1; id < segments().count(peer) && peer_state(peer) == PeerState::dead; ++id) {
     if (const auto* old = segments().find(peer, id)) {
-      madvise(old->memory->data(), old->memory->mapped(), MADV_REMOVE);  // only advice
+      release_pages(old->memory->data(), old->memory->mapped());
     }
   }
   segments().clear(peer);

@@ -1,11 +1,10 @@
 #include "fabric/sim/target.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
+#include "platform/process.hpp"
 #include "protocol/reach.hpp"
 
 namespace ferry::fabric {
@@ -20,12 +19,12 @@ bool later(const SimParcel& a, const SimParcel& b) {
 
 SimTarget::SimTarget(int ranks, std::size_t queue_bytes)
     : queue_bytes_(queue_bytes),
-      owner_pid_(getpid()),
+      owner_pid_(process_id()),
       signals_(ranks),
       thread_([this] { run(); }) {}
 
 SimTarget::~SimTarget() {
-  if (getpid() != owner_pid_) {  // a forked child has no such thread
+  if (process_id() != owner_pid_) {  // a forked child has no such thread
     thread_.detach();
     return;
   }

@@ -1,9 +1,8 @@
 #include "host/collectives/lent.hpp"
 
-#include <sched.h>
-
 #include <atomic>
 #include <string>
+#include <thread>
 
 namespace ferry::host {
 namespace {
@@ -42,7 +41,7 @@ Lent::~Lent() {
   if (!by_pointer_) return;
   auto word = readers(all_, all_.rank());
   word.fetch_and(~kOpen);
-  while (word.load() != 0) ::sched_yield();  // they only copy or sum, and wait for nobody
+  while (word.load() != 0) std::this_thread::yield();  // they only copy or sum, and wait for nobody
 }
 
 bool lends(const StepMessage& head) {

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "base/process_limits.hpp"
-#include "fabric/death_watch.hpp"
+#include "platform/death_watch.hpp"
 
 namespace ferry::host {
 namespace {
@@ -181,7 +181,7 @@ void PointToPoint::move_until(Lock& lock, const Transfer* awaited) {
     const std::uint64_t seen = ring_.bell();
     const bool moved = step();
     const auto now = Clock::now();
-    if (now - last_look_ >= kPeerPollPeriod || fabric::DeathWatch::count() != deaths_) {
+    if (now - last_look_ >= kPeerPollPeriod || DeathWatch::count() != deaths_) {
       look_after_peers();
     }
     if (over() || (awaited != nullptr && now - start >= kSleep)) break;

@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <string>
 
-#include "fabric/death_watch.hpp"
 #include "host/collectives/point_to_point.hpp"
+#include "platform/death_watch.hpp"
 
 namespace ferry::host {
 namespace {
@@ -17,7 +17,7 @@ constexpr std::chrono::nanoseconds kUnseenGrace = std::chrono::milliseconds(500)
 
 void PointToPoint::look_after_peers() {
   last_look_ = Clock::now();
-  deaths_ = fabric::DeathWatch::count();
+  deaths_ = DeathWatch::count();
   if (open_.empty()) return;
   engine::Channel& channel = engine_->channel();
   channel.beat_transfers();

@@ -12,3 +12,4 @@
 
 #include "core/number.hpp"
 #include "host/kernels/kernels.hpp"
+#include "platform/fma.hpp"

@@ -1,5 +1,5 @@
 // Tells a rank that is held up from one that stopped: who was in a call lately. Whether a process
-// is dead: fabric/process.hpp. docs/design/failures.md, "Masks".
+// is dead: platform/process.hpp. docs/design/failures.md, "Masks".
 #pragma once
 #include <chrono>
 #include <cstddef>

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "base/log.hpp"
-#include "fabric/death_watch.hpp"
+#include "platform/death_watch.hpp"
 
 namespace ferry::host {
 
@@ -203,7 +203,7 @@ void MaskWatch::hand_over() {
 }
 
 std::uint64_t MaskWatch::slice_ns() const {
-  if (fabric::DeathWatch::count() != deaths_) return 1;
+  if (DeathWatch::count() != deaths_) return 1;
   return static_cast<std::uint64_t>(
       std::clamp<std::chrono::nanoseconds>(time_.left(), std::chrono::nanoseconds(1), kSlice)
           .count());
@@ -220,7 +220,7 @@ int MaskWatch::gone() const {
 Status MaskWatch::check() {
   Status status;
   const auto now = Clock::now();
-  const std::uint64_t deaths = fabric::DeathWatch::count();
+  const std::uint64_t deaths = DeathWatch::count();
   if (deaths == deaths_ &&
       now - time_.polled() < std::min<std::chrono::nanoseconds>(kMaskPollPeriod, time_.left())) {
     return status;

@@ -1,11 +1,11 @@
 #include "cuda/latency/proxy/proxy.hpp"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <chrono>
 #include <exception>
 #include <utility>
+
+#include "platform/threads.hpp"
 
 namespace ferry::cuda {
 namespace {
@@ -18,7 +18,7 @@ using Clock = std::chrono::steady_clock;
 LatencyProxy::LatencyProxy(fabric::Fabric& fabric,
                            std::function<void(const std::exception&)> on_failure)
     : fabric_(fabric), on_failure_(std::move(on_failure)), thread_([this] { serve(); }) {
-  pthread_setname_np(thread_.native_handle(), "ferry-latency");
+  name_thread(thread_, "ferry-latency");
 }
 
 LatencyProxy::~LatencyProxy() {

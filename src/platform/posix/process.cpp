@@ -1,9 +1,8 @@
-#include "fabric/process.hpp"
+#include "platform/process.hpp"
 
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -14,9 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "base/open_files.hpp"
-
-namespace ferry::fabric {
+namespace ferry {
 namespace {
 
 #if !defined(SYS_pidfd_open)
@@ -58,18 +55,30 @@ std::optional<ProcessStat> stat_of(std::int64_t pid) noexcept {
   return result;
 }
 
+PeerState state_without_pidfd(const ProcessName& process) noexcept {
+  if (kill(static_cast<pid_t>(process.pid), 0) != 0 && errno == ESRCH) return PeerState::dead;
+  const auto found = stat_of(process.pid);
+  if (!found) return PeerState::alive;  // it exists, /proc does not say more
+  const bool ended = found->state == 'Z' || found->state == 'X' || found->state == 'x';
+  return ended || found->start_time != process.start_time ? PeerState::dead : PeerState::alive;
+}
+
 }  // namespace
+
+std::int64_t process_id() noexcept {
+  return getpid();
+}
+
+bool runs_no_more(const ProcessName& process) {
+  if (kill(static_cast<pid_t>(process.pid), 0) != 0 && errno == ESRCH) return true;
+  const auto start_time = start_time_of(process.pid);
+  return start_time && *start_time != process.start_time;
+}
 
 std::optional<std::uint64_t> start_time_of(std::int64_t pid) {
   const auto found = stat_of(pid);
   if (!found) return std::nullopt;
   return found->start_time;
-}
-
-std::string error_text(int error) {
-  rlimit limit{};
-  const bool known = getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
-  return ferry::error_text(error, known ? limit.rlim_cur : 0);
 }
 
 ProcessName this_process() {
@@ -90,50 +99,40 @@ ProcessWatch::ProcessWatch(const ProcessName& process) : process_(process) {
     return;
   }
   // close-on-exec by definition of the call
-  pidfd_ = static_cast<int>(syscall(kPidfdOpen, static_cast<pid_t>(process.pid), 0u));
-  if (pidfd_ < 0 && errno == ESRCH) fixed_ = PeerState::dead;
+  handle_ =
+      UniqueDescriptor(static_cast<int>(syscall(kPidfdOpen, static_cast<pid_t>(process.pid), 0u)));
+  if (!handle_ && errno == ESRCH) fixed_ = PeerState::dead;
   // Looked at after the descriptor was made: if the number belongs to our process still, then so
   // does the descriptor.
   const auto start_time = start_time_of(process.pid);
   if (start_time && *start_time != process.start_time) fixed_ = PeerState::dead;
-  if (pidfd_ < 0 || fixed_ == PeerState::dead) return;
+  if (!handle_ || fixed_ == PeerState::dead) return;
   death_watch_ = DeathWatch::shared();
-  if (death_watch_) death_watch_->add(pidfd_);
+  if (death_watch_) death_watch_->add(handle_.get());
 }
 
 ProcessWatch::~ProcessWatch() {
-  if (death_watch_) death_watch_->remove(pidfd_);
-  if (pidfd_ >= 0) close(pidfd_);
+  if (death_watch_) death_watch_->remove(handle_.get());
 }
 
 ProcessWatch::ProcessWatch(ProcessWatch&& other) noexcept
     : process_(other.process_),
-      pidfd_(other.pidfd_),
+      handle_(std::move(other.handle_)),
       death_watch_(std::move(other.death_watch_)),
-      fixed_(other.fixed_.load()) {
-  other.pidfd_ = -1;
-}
+      fixed_(other.fixed_.load()) {}
 
 PeerState ProcessWatch::state() noexcept {
   // relaxed: a fact by itself, no data goes with it
   PeerState state = fixed_.load(std::memory_order_relaxed);
   if (state != PeerState::alive || process_.pid == getpid()) return state;
-  if (pidfd_ >= 0) {
-    pollfd ended{.fd = pidfd_, .events = POLLIN, .revents = 0};
+  if (handle_) {
+    pollfd ended{.fd = handle_.get(), .events = POLLIN, .revents = 0};
     if (poll(&ended, 1, 0) == 1) state = PeerState::dead;
   } else {
-    state = state_without_pidfd();
+    state = state_without_pidfd(process_);
   }
   if (state == PeerState::dead) fixed_.store(state, std::memory_order_relaxed);
   return state;
 }
 
-PeerState ProcessWatch::state_without_pidfd() const noexcept {
-  if (kill(static_cast<pid_t>(process_.pid), 0) != 0 && errno == ESRCH) return PeerState::dead;
-  const auto found = stat_of(process_.pid);
-  if (!found) return PeerState::alive;  // it exists, /proc does not say more
-  const bool ended = found->state == 'Z' || found->state == 'X' || found->state == 'x';
-  return ended || found->start_time != process_.start_time ? PeerState::dead : PeerState::alive;
-}
-
-}  // namespace ferry::fabric
+}  // namespace ferry

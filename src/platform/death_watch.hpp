@@ -1,14 +1,10 @@
 // Deaths of processes as the kernel tells them, so that a wait need not look for them.
 #pragma once
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <memory>
-#include <thread>
 
-#include "fabric/unique_descriptor.hpp"
-
-namespace ferry::fabric {
+namespace ferry {
 
 /// A thread that sleeps until a watched process ends, then wakes all threads of this process that
 /// sleep on a flag: their watches look after their peers. One for the process, while somebody
@@ -26,19 +22,17 @@ class DeathWatch {
   DeathWatch(const DeathWatch&) = delete;
   DeathWatch& operator=(const DeathWatch&) = delete;
 
-  /// A descriptor from pidfd_open, until `remove`.
-  void add(int pidfd) noexcept;
-  void remove(int pidfd) noexcept;
+  /// What a ProcessWatch holds, until `remove`: a descriptor from pidfd_open, or a handle.
+  void add(int process) noexcept;
+  void remove(int process) noexcept;
 
  private:
+  struct Parts;
   DeathWatch();
-  void run() noexcept;
   bool in_forked_child() const noexcept;
 
   static inline std::atomic<std::uint64_t> count_{0};
-  const std::int64_t owner_pid_;
-  const UniqueDescriptor epoll_, stop_;  // stop_: eventfd
-  std::thread thread_{};
+  const std::unique_ptr<Parts> parts_;
 };
 
-}  // namespace ferry::fabric
+}  // namespace ferry

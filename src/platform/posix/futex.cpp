@@ -1,6 +1,4 @@
-// Sleeping on a word that another process may change. Linux futexes, shared between processes; the
-// place where WaitOnAddress goes on Windows.
-#pragma once
+#include "platform/futex.hpp"
 
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -10,22 +8,21 @@
 #include <atomic>
 #include <bit>
 #include <climits>
-#include <cstdint>
 #include <ctime>
 
-namespace ferry::protocol {
+namespace ferry {
+namespace {
 
 static_assert(std::endian::native == std::endian::little,
               "the low 32 bits of a flag is taken to be its first four bytes");
 
 /// On which words threads of this process sleep: for wake_sleepers. A thread that finds no place
 /// among them is not woken so.
-inline std::array<std::atomic<const std::uint64_t*>, 64> sleeping{};
+std::array<std::atomic<const std::uint64_t*>, 64> sleeping{};
 
-/// Sleeps while the low 32 bits of `*word` equal those of `seen`, at most `nanoseconds`. Returns
-/// when woken, when the word differs, at the end of the time or after a signal; the caller polls
-/// again in every case. `word` may lie in memory shared between processes.
-inline void futex_wait(const std::uint64_t* word, std::uint64_t seen, std::uint64_t nanoseconds) {
+}  // namespace
+
+void futex_wait(const std::uint64_t* word, std::uint64_t seen, std::uint64_t nanoseconds) noexcept {
   timespec slice{};
   slice.tv_sec = static_cast<time_t>(nanoseconds / 1'000'000'000u);
   slice.tv_nsec = static_cast<long>(nanoseconds % 1'000'000'000u);
@@ -42,17 +39,15 @@ inline void futex_wait(const std::uint64_t* word, std::uint64_t seen, std::uint6
   if (place != nullptr) place->store(nullptr, std::memory_order_relaxed);
 }
 
-/// Wakes everyone who sleeps on `word`, in this and in other processes.
-inline void futex_wake(const std::uint64_t* word) {
+void futex_wake(const std::uint64_t* word) noexcept {
   syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-/// Wakes the threads of this process that sleep in futex_wait, on whatever word: each polls again.
-/// A word whose memory has gone meanwhile is an error of the system call, and nothing happens.
-inline void wake_sleepers() {
+void wake_sleepers() noexcept {
   for (const auto& each : sleeping) {
+    // A word whose memory has gone meanwhile is an error of the system call, and nothing happens.
     if (const std::uint64_t* word = each.load(std::memory_order_relaxed)) futex_wake(word);
   }
 }
 
-}  // namespace ferry::protocol
+}  // namespace ferry

@@ -1,4 +1,4 @@
-#include "fabric/death_watch.hpp"
+#include "platform/death_watch.hpp"
 
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -9,11 +9,13 @@
 #include <mutex>
 #include <new>
 #include <system_error>
+#include <thread>
 
-#include "base/signals_blocked.hpp"
-#include "protocol/futex.hpp"
+#include "platform/futex.hpp"
+#include "platform/threads.hpp"
+#include "platform/unique_descriptor.hpp"
 
-namespace ferry::fabric {
+namespace ferry {
 namespace {
 
 constexpr int kStop = -1;
@@ -48,47 +50,58 @@ std::shared_ptr<DeathWatch> DeathWatch::shared() noexcept {
   }
 }
 
-DeathWatch::DeathWatch()
-    : owner_pid_(getpid()),
-      epoll_(epoll_create1(EPOLL_CLOEXEC)),
-      stop_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (epoll_.get() < 0 || stop_.get() < 0 || !watch(epoll_.get(), stop_.get(), EPOLLIN, kStop)) {
+struct DeathWatch::Parts {
+  const pid_t owner_pid = getpid();
+  const UniqueDescriptor epoll{epoll_create1(EPOLL_CLOEXEC)};
+  const UniqueDescriptor stop{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
+  std::thread thread{};
+
+  void run() noexcept;
+};
+
+DeathWatch::DeathWatch() : parts_(std::make_unique<Parts>()) {
+  if (!parts_->epoll || !parts_->stop ||
+      !watch(parts_->epoll.get(), parts_->stop.get(), EPOLLIN, kStop)) {
     throw std::system_error(errno, std::system_category());
   }
   const SignalsBlocked blocked;
-  thread_ = std::thread([this] { run(); });
+  parts_->thread = std::thread([parts = parts_.get()] { parts->run(); });
 }
 
 DeathWatch::~DeathWatch() {
   if (in_forked_child()) {
-    thread_.detach();  // it is the parent's
+    parts_->thread.detach();  // it is the parent's
     return;
   }
-  eventfd_write(stop_.get(), 1);
-  thread_.join();
+  eventfd_write(parts_->stop.get(), 1);
+  parts_->thread.join();
 }
 
 bool DeathWatch::in_forked_child() const noexcept {
-  return getpid() != owner_pid_;
+  return getpid() != parts_->owner_pid;
 }
 
-void DeathWatch::add(int pidfd) noexcept {
+void DeathWatch::add(int process) noexcept {
   // Told once: the descriptor stays readable as long as it lives.
-  if (!in_forked_child()) (void)watch(epoll_.get(), pidfd, EPOLLIN | EPOLLONESHOT, pidfd);
+  if (!in_forked_child()) {
+    (void)watch(parts_->epoll.get(), process, EPOLLIN | EPOLLONESHOT, process);
+  }
 }
 
-void DeathWatch::remove(int pidfd) noexcept {
+void DeathWatch::remove(int process) noexcept {
   // What a child of fork removes would be gone for its parent.
-  if (!in_forked_child()) (void)epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, pidfd, nullptr);
+  if (!in_forked_child()) {
+    (void)epoll_ctl(parts_->epoll.get(), EPOLL_CTL_DEL, process, nullptr);
+  }
 }
 
-void DeathWatch::run() noexcept {
+void DeathWatch::Parts::run() noexcept {
   std::array<epoll_event, 16> events{};
   std::size_t again = kWakeAgain.size();
   for (;;) {
     const int timeout = again < kWakeAgain.size() ? kWakeAgain[again] : -1;
     const int got =
-        epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), timeout);
+        epoll_wait(epoll.get(), events.data(), static_cast<int>(events.size()), timeout);
     if (got < 0) continue;  // all signals are blocked; a debugger interrupts nevertheless
     if (got == 0) {
       ++again;
@@ -100,8 +113,8 @@ void DeathWatch::run() noexcept {
       count_.fetch_add(static_cast<std::uint64_t>(got), std::memory_order_release);
       again = 0;
     }
-    protocol::wake_sleepers();
+    wake_sleepers();
   }
 }
 
-}  // namespace ferry::fabric
+}  // namespace ferry

@@ -5,16 +5,18 @@
 #include <memory>
 #include <optional>
 
-#include "fabric/death_watch.hpp"
-#include "fabric/fabric.hpp"
+#include "platform/death_watch.hpp"
+#include "platform/unique_descriptor.hpp"
 
-namespace ferry::fabric {
+namespace ferry {
+
+std::int64_t process_id() noexcept;
 
 /// A process of this host, told apart from a later one with the same number.
 struct ProcessName {
-  std::uint64_t pid_namespace = 0;   ///< inode of /proc/self/ns/pid; 0: unknown
+  std::uint64_t pid_namespace = 0;   ///< inode of /proc/self/ns/pid; Windows: 1; 0: unknown
   std::uint64_t time_namespace = 0;  ///< inode of /proc/self/ns/time; 0: none
-  std::uint64_t start_time = 0;      ///< clock ticks since boot, /proc/<pid>/stat; 0: unknown
+  std::uint64_t start_time = 0;      ///< /proc/<pid>/stat; Windows: a FILETIME; 0: unknown
   std::int64_t pid = 0;
 
   friend bool operator==(const ProcessName&, const ProcessName&) = default;
@@ -23,9 +25,15 @@ struct ProcessName {
 /// This process.
 ProcessName this_process();
 
-/// The start time of the process that has this number now; nothing if there is none or /proc does
-/// not tell.
+/// The start time of the process that has this number now; nothing if there is none or the system
+/// does not tell.
 std::optional<std::uint64_t> start_time_of(std::int64_t pid);
+
+/// Whether it has ended and its parent knows: who has not been waited for may still be looked at.
+bool runs_no_more(const ProcessName& process);
+
+/// unknown: nobody can tell; of a network: the peer has not been heard for a second.
+enum class PeerState : std::uint8_t { alive, dead, unknown };
 
 /// Tells whether a process still runs. A process that was killed is dead at once, whether or not
 /// its parent has waited for it.
@@ -43,15 +51,10 @@ class ProcessWatch {
   PeerState state() noexcept;
 
  private:
-  PeerState state_without_pidfd() const noexcept;
-
   ProcessName process_{};
-  int pidfd_ = -1;
+  UniqueDescriptor handle_{};
   std::shared_ptr<DeathWatch> death_watch_{};
   std::atomic<PeerState> fixed_ = PeerState::alive;  // dead or unknown: no need to look
 };
 
-/// What an errno says; where descriptors are short, with the limit and what to do.
-std::string error_text(int error);
-
-}  // namespace ferry::fabric
+}  // namespace ferry

@@ -1,0 +1,133 @@
+#include "platform/test_child.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "platform/pages.hpp"
+#include "platform/process.hpp"
+#include "platform/windows/system.hpp"
+
+namespace ferry::test {
+namespace {
+
+constexpr const char* kVariable = "FERRY_TEST_CHILD";  // "<pid of the parent>.<which child>"
+constexpr UINT kKilled = 0xC000013A;
+
+/// Of the running test.
+struct Turn {
+  std::string test{};
+  int blocks = 0;
+  int children = 0;
+};
+
+Turn& turn() {
+  static Turn now;
+  const auto* info = testing::UnitTest::GetInstance()->current_test_info();
+  const std::string name = std::string(info->test_suite_name()) + "." + info->name();
+  if (now.test != name) now = {.test = name};
+  return now;
+}
+
+/// In a child: which one it is, from 1 on; otherwise 0.
+int own_turn() {
+  const char* text = std::getenv(kVariable);
+  return text == nullptr
+             ? 0
+             : std::atoi(std::string(text).substr(std::string(text).find('.') + 1).c_str());
+}
+
+std::int64_t parent() {
+  const char* text = std::getenv(kVariable);
+  return text == nullptr ? process_id() : std::atoll(text);
+}
+
+/// Children end with the parent.
+HANDLE job() {
+  static HANDLE made = [] {
+    HANDLE job = CreateJobObjectA(nullptr, nullptr);
+    JOBOBJECT_EXTENDED_LIMIT_INFORMATION limits{};
+    limits.BasicLimitInformation.LimitFlags = JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE;
+    SetInformationJobObject(job, JobObjectExtendedLimitInformation, &limits, sizeof limits);
+    return job;
+  }();
+  return made;
+}
+
+}  // namespace
+
+std::shared_ptr<void> shared_block(std::size_t bytes) {
+  const std::string name = "/ferry-test-" + std::to_string(parent()) + "-" + turn().test + "-" +
+                           std::to_string(turn().blocks++);
+  std::string flat = name;
+  for (char& c : flat) c = c == '/' && &c != flat.data() ? '.' : c;
+  SectionFailure failure;
+  Section section = own_turn() == 0
+                        ? make_section(flat, bytes, failure)
+                        : open_section(flat, bytes, Access::write, std::nullopt, failure);
+  if (section.data == nullptr) throw std::runtime_error("no memory to share with " + flat);
+  return {section.data, [flat, bytes](void* block) {
+            remove_section(flat);
+            unmap_pages(static_cast<std::byte*>(block), bytes);
+          }};
+}
+
+Child::Child(const std::function<int()>& body) {
+  const int which = ++turn().children;
+  if (which == own_turn()) {
+    const int code = body();
+    std::fflush(nullptr);
+    TerminateProcess(GetCurrentProcess(), static_cast<UINT>(code));
+  }
+  if (own_turn() != 0) return;  // another child: it is the parent's
+  char program[MAX_PATH];
+  GetModuleFileNameA(nullptr, program, sizeof program);
+  std::string command = "\"" + std::string(program) + "\" --gtest_filter=" + turn().test +
+                        " --gtest_repeat=1 --gtest_output=";
+  SetEnvironmentVariableA(kVariable,
+                          (std::to_string(process_id()) + "." + std::to_string(which)).c_str());
+  STARTUPINFOA start{};
+  start.cb = sizeof start;
+  PROCESS_INFORMATION made{};
+  const BOOL ok = CreateProcessA(program, command.data(), nullptr, nullptr, FALSE, 0, nullptr,
+                                 nullptr, &start, &made);
+  SetEnvironmentVariableA(kVariable, nullptr);
+  if (!ok) throw std::runtime_error("CreateProcess: error " + std::to_string(GetLastError()));
+  AssignProcessToJobObject(job(), made.hProcess);
+  CloseHandle(made.hThread);
+  pid_ = made.dwProcessId;
+  handle_ = UniqueDescriptor(windows::number_of(made.hProcess));
+}
+
+Child::~Child() {
+  if (pid_ == 0) return;
+  kill();
+  wait();
+}
+
+Child::Child(Child&& other) noexcept
+    : pid_(std::exchange(other.pid_, 0)), handle_(std::move(other.handle_)) {}
+
+void Child::kill() {
+  if (handle_) TerminateProcess(windows::handle_of(handle_.get()), kKilled);
+}
+
+bool Child::ended() const {
+  return pid_ == 0 || WaitForSingleObject(windows::handle_of(handle_.get()), 0) == WAIT_OBJECT_0;
+}
+
+Child::End Child::wait() {
+  pid_ = 0;
+  if (!handle_) return {};
+  DWORD code = 0;
+  WaitForSingleObject(windows::handle_of(handle_.get()), INFINITE);
+  GetExitCodeProcess(windows::handle_of(handle_.get()), &code);
+  handle_.reset();
+  return {.killed = code == kKilled, .code = static_cast<int>(code)};
+}
+
+}  // namespace ferry::test
