@@ -302,8 +302,8 @@ class Group {
   /// keep their numbers, experts and tensors. Waits for each rank that may still come, at most one
   /// deadline. Throws Error(evicted) on a rank that the others went on without, and
   /// Error(deadline) when ranks are missing that may still run and the others are no majority; the
-  /// group then stays failed. Throws Error(unsupported) unless the backend is host and all ranks
-  /// share memory (fabric local or shm, one domain, at most 256 ranks).
+  /// group then stays failed. Throws Error(unsupported) unless the backend is host and the ranks,
+  /// at most 256, share memory (fabric local or shm, one domain) or libfabric joins their domains.
   /// Takes in processes that wait for places of lost ranks (GroupConfig::elastic).
   GroupView regroup();
   /// Collective. Returns when every rank has called it with this step, so that each has what it

@@ -451,8 +451,8 @@ class Group:
         Waits for each rank that may still come, at most one deadline. Raises `EvictedError` on a
         rank that the others went on without, and `DeadlineExceededError` when ranks are missing
         that may still run and the others are no majority; the group then stays failed. Raises
-        `UnsupportedError` unless the backend is host and all ranks share memory (one domain, at
-        most 256 ranks).
+        `UnsupportedError` unless the backend is host and the ranks, at most 256, share memory (one
+        domain) or libfabric joins their domains.
         """
         return self._raw.regroup()
 

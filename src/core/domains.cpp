@@ -1,18 +1,33 @@
 #include "core/domains.hpp"
 
+#include <algorithm>
 #include <map>
+#include <numeric>
 
 namespace ferry {
+namespace {
 
-Domains::Domains(const std::vector<int>& labels) {
+std::vector<int> all_of(std::size_t ranks) {
+  std::vector<int> all(ranks);
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
+
+}  // namespace
+
+Domains::Domains(const std::vector<int>& labels) : Domains(labels, all_of(labels.size())) {}
+
+Domains::Domains(const std::vector<int>& labels, const std::vector<int>& ranks)
+    : domain_of_(labels.size()), index_(labels.size()) {
   std::map<int, int> numbers;  // by label
-  for (std::size_t rank = 0; rank < labels.size(); ++rank) {
-    const auto [it, first] = numbers.emplace(labels[rank], count());
+  for (const int rank : ranks) {
+    const auto r = static_cast<std::size_t>(rank);
+    const auto [it, first] = numbers.emplace(labels[r], count());
     if (first) members_.emplace_back();
     std::vector<int>& members = members_[static_cast<std::size_t>(it->second)];
-    domain_of_.push_back(it->second);
-    index_.push_back(static_cast<int>(members.size()));
-    members.push_back(static_cast<int>(rank));
+    domain_of_[r] = it->second;
+    index_[r] = static_cast<int>(members.size());
+    members.push_back(rank);
   }
 }
 
@@ -22,11 +37,19 @@ Domains Domains::blocks(int ranks, int size) {
   return Domains(labels);
 }
 
+Domains Domains::among(const std::vector<int>& ranks) const {
+  return {domain_of_, ranks};
+}
+
 std::vector<int> Domains::feeders(int rank) const {
   std::vector<int> all;
-  for (int source = 0; source < ranks(); ++source) {
-    if (!together(source, rank) && rail(source, of(rank)) == rank) all.push_back(source);
+  for (int domain = 0; domain < count(); ++domain) {
+    if (domain == of(rank)) continue;
+    for (const int source : members(domain)) {
+      if (rail(source, of(rank)) == rank) all.push_back(source);
+    }
   }
+  std::sort(all.begin(), all.end());
   return all;
 }
 

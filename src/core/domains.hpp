@@ -19,6 +19,10 @@ class Domains {
   /// Blocks of `size` consecutive ranks, the last one shorter if they do not divide; 0: one domain.
   static Domains blocks(int ranks, int size);
 
+  /// The domains of these ranks alone, ascending, numbered anew. The others are in none: they keep
+  /// their numbers, but nothing may be asked of them, and `of` says 0.
+  Domains among(const std::vector<int>& ranks) const;
+
   int count() const { return static_cast<int>(members_.size()); }
   int ranks() const { return static_cast<int>(domain_of_.size()); }
   int of(int rank) const { return domain_of_[static_cast<std::size_t>(rank)]; }
@@ -37,12 +41,14 @@ class Domains {
     const std::vector<int>& all = members(domain);
     return all[static_cast<std::size_t>(index(rank)) % all.size()];
   }
-  /// The ranks of other domains whose rail in `rank`'s domain is `rank`, ascending.
+  /// The ranks of other domains whose rail in the domain of `rank` is `rank`, ascending.
   std::vector<int> feeders(int rank) const;
 
   friend bool operator==(const Domains&, const Domains&) = default;
 
  private:
+  Domains(const std::vector<int>& labels, const std::vector<int>& ranks);
+
   std::vector<int> domain_of_;
   std::vector<int> index_;
   std::vector<std::vector<int>> members_;

@@ -154,6 +154,10 @@ void Channel::begin_epoch(const Epoch& epoch) {
   ranks_ = epoch.ranks;
   deaths_ = epoch.deaths;
   generation_.store(epoch.first - 1, std::memory_order_relaxed);
+  // What crossed in the epoch before may have been counted on one side alone.
+  const std::uint64_t chunks = protocol::Chunks<>::before(epoch.number);
+  std::fill(chunks_sent_.begin(), chunks_sent_.end(), chunks);
+  std::fill(chunks_taken_.begin(), chunks_taken_.end(), chunks);
   // relaxed: broadcasts of the epoch before are of less, whoever reads which.
   since_.store(epoch.first - 1, std::memory_order_relaxed);
   std::scoped_lock lock(dead_mutex_);

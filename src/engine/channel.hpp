@@ -134,8 +134,9 @@ class Channel {
   void check_usable(const char* call) const;
   /// Marks the group dead, unless it is already, and tells the peers that this rank failed.
   void fail(const char* stage, const std::string& reason, ErrorKind kind = ErrorKind::interrupted);
-  /// Tells the peers that this rank leaves; later calls throw Error(destroyed).
-  void leave();
+  /// Tells the peers that this rank leaves; later calls throw Error(destroyed). Whether it has left
+  /// just now, and is as good as dead for the others.
+  bool leave();
 
   // For a change of the membership (regroup.cpp), by the thread whose turn it is.
 
@@ -159,7 +160,7 @@ class Channel {
   /// Whether the peer has destroyed its group. It says nothing any more.
   bool left(int peer) const;
   /// Of a process that joined: the step that was committed then, plus 1, or kJoining; 0: the group
-  /// was made with it.
+  /// was made with it, as with all ranks of other domains.
   static constexpr std::uint64_t kJoining = ~std::uint64_t{0};
   std::uint64_t joined_at(int peer) const;
   void say_joined(std::uint64_t at);

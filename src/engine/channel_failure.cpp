@@ -101,14 +101,16 @@ void Channel::fail(const char* stage, const std::string& reason, ErrorKind kind)
             {rank_, rank_, stage, generation(), 0, 0}));
 }
 
-void Channel::leave() {
+bool Channel::leave() {
   {
     const std::scoped_lock lock(leaving_);
-    if (left_.exchange(true, std::memory_order_acq_rel)) return;
+    if (left_.exchange(true, std::memory_order_acq_rel)) return false;
   }
-  if (process_id() != owner_pid_) return;  // a forked child: its parent is the rank, and stays
+  if (process_id() != owner_pid_) return false;  // a forked child: its parent is the rank, and stays
   broadcast(FailureBroadcast::Kind::kLeft, rank_);
-  if (!given_up_.load(std::memory_order_relaxed)) say_left();
+  if (given_up_.load(std::memory_order_relaxed)) return false;
+  say_left();
+  return true;
 }
 
 FailureBroadcast Channel::broadcast(FailureBroadcast::Kind kind, int culprit) {

@@ -74,8 +74,9 @@ void Channel::say_left() {
 }
 
 std::uint64_t Channel::joined_at(int peer) const {
+  std::uint64_t* word = own_word(peer, kJoinedWord);
   // Acquire: one that has committed since it joined has said so before.
-  return std::atomic_ref(*own_word(peer, kJoinedWord)).load(std::memory_order_acquire);
+  return word == nullptr ? 0 : std::atomic_ref(*word).load(std::memory_order_acquire);
 }
 
 void Channel::say_joined(std::uint64_t at) {

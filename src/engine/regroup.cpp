@@ -33,18 +33,20 @@ struct OneSlice {
 
 }  // namespace
 
-bool Regroup::possible(const Memory& memory) {
+bool Regroup::possible(const Memory& memory, bool carrier) {
   const fabric::Fabric& fabric = *memory.fabric;
   if (fabric.size() > Traits::kSeats) return false;
+  if (carrier) return true;
   for (int peer = 0; peer < fabric.size(); ++peer) {
     if (fabric.pointer(peer, Channel::kControl) == nullptr) return false;
   }
   return true;
 }
 
-Regroup::Regroup(std::shared_ptr<Memory> memory, Channel& channel, const GroupConfig& config,
-                 const ControlLayout& layout, std::uint64_t ticket)
+Regroup::Regroup(std::shared_ptr<Memory> memory, std::shared_ptr<Carrier> carrier, Channel& channel,
+                 const GroupConfig& config, const ControlLayout& layout, std::uint64_t ticket)
     : memory_(std::move(memory)),
+      carrier_(std::move(carrier)),
       channel_(channel),
       config_(config),
       layout_(layout),
@@ -72,11 +74,14 @@ Epoch Regroup::agree(protocol::Epoch since) {
       publish();
     }
     check_standing();
-    if (member_->view().epoch != newest) {
+    // An epoch that was over before this rank went on in it.
+    if (member_->view().epoch > left_epoch_ + 1) leave_epoch(member_->view().epoch - 1);
+    if (member_->view().epoch != newest && ready_to_go_on()) {
       const Epoch epoch = go_on();
       if (member_->running()) return epoch;
       // Another change: others may have gone on, and who has not heard of it has time again.
       channel_.stop();
+      leave_epoch(member_->view().epoch);
       newest = member_->view().epoch;
       timeout_ = Clock::now() + config_.deadline;
     }
@@ -190,6 +195,7 @@ void Regroup::begin(std::uint64_t step) {
     member_->progressed(std::max(channel_.generation(), member_->view().generation - 1), step);
   }
   channel_.stop();
+  leave_epoch(member_->view().epoch);
   seat_joiners();  // of a call that threw before it could
   // Not later: a leader that found one then would stop ranks that have gone on.
   hear_guests();
@@ -204,6 +210,39 @@ void Regroup::begin(std::uint64_t step) {
   if (culprit >= 0 && culprit != channel_.rank() && !stopped(culprit)) member_->suspect(culprit);
 }
 
+template <class Each>
+void Regroup::for_far(const Each& each) const {
+  if (!carrier_) return;
+  const Member::Seats& live = member_->view().live;
+  for (int peer = live.next(); peer >= 0; peer = live.next(peer + 1)) {
+    if (far(peer)) each(peer);
+  }
+}
+
+/// Nothing is put any more in this epoch.
+void Regroup::leave_epoch(protocol::Epoch epoch) {
+  if (left_epoch_ >= epoch) return;
+  left_epoch_ = epoch;
+  for_far([&](int peer) { memory_->fabric->fence(peer, epoch); });
+}
+
+/// Whether nothing of the epoch before is under way any more, to this rank or from it. A far rank
+/// that does not say so within the deadline is lost.
+bool Regroup::ready_to_go_on() {
+  bool ready = true;
+  const bool late = Clock::now() >= timeout_;
+  for_far([&](int peer) {
+    if (memory_->fabric->fenced(peer, member_->view().epoch - 1)) return;
+    if (late) {
+      member_->suspect(peer);
+      timeout_ = Clock::now() + config_.deadline;
+    }
+    // Suspected, it ends the epoch before this rank puts anything in it.
+    ready = ready && member_->statement().suspects.has(peer);
+  });
+  return ready;
+}
+
 void Regroup::poll() {
   const std::uint64_t deaths = DeathWatch::count();
   const auto now = Clock::now();
@@ -212,11 +251,40 @@ void Regroup::poll() {
   deaths_ = deaths;
   for (int peer = 0; peer < channel_.size(); ++peer) {
     if (peer == channel_.rank()) continue;
-    // First whether it can say more, then what it has said.
-    const bool ended = channel_.left(peer) ||
-                       (processes && memory_->fabric->peer_state(peer) == fabric::PeerState::dead);
-    hear(peer);
-    if (ended) member_->died(peer);
+    if (far(peer)) {
+      poll_far(peer, processes);
+    } else {
+      poll_near(peer, processes);
+    }
+  }
+}
+
+void Regroup::poll_near(int peer, bool processes) {
+  // First whether it can say more, then what it has said.
+  const bool ended = channel_.left(peer) ||
+                     (processes && memory_->fabric->peer_state(peer) == fabric::PeerState::dead);
+  hear(peer);
+  if (!ended) return;
+  if (carrier_ && !ended_.has(peer)) {
+    ended_.add(peer);
+    for_far(
+        [&](int far) { carrier_->tell_last(far, peer, said_[static_cast<std::size_t>(peer)]); });
+  }
+  member_->died(peer);
+}
+
+void Regroup::poll_far(int peer, bool processes) {
+  const auto p = static_cast<std::size_t>(peer);
+  if (const auto said = carrier_->heard(peer, heard_[p])) {
+    said_[p] = *said;
+    heard_at_ = Clock::now();
+    member_->hear(peer, *said);
+  }
+  if (const auto last = carrier_->last(peer)) {
+    if (last->epoch != 0) member_->hear(peer, *last);
+    member_->died(peer);
+  } else if (processes && memory_->fabric->peer_state(peer) != fabric::PeerState::alive) {
+    member_->suspect(peer);
   }
 }
 
@@ -236,10 +304,21 @@ void Regroup::publish() {
       [&] { board_of(control(channel_.rank()), layout_).publish(text.data()); });
   if (!said) throw_destroyed();
   published_ = member_->statement().number;
+  for_far([this](int peer) { carrier_->say(peer, member_->statement()); });
   const auto& live = member_->view().live;
   for (int peer = live.next(); peer >= 0; peer = live.next(peer + 1)) {
-    if (peer != channel_.rank()) ring(control(peer), layout_);
+    if (peer != channel_.rank() && !far(peer)) ring(control(peer), layout_);
   }
+}
+
+/// What came before the peer listened is lost.
+void Regroup::send_again() {
+  for_far([this](int peer) {
+    carrier_->say(peer, member_->statement());
+    for (int seat = ended_.next(); seat >= 0; seat = ended_.next(seat + 1)) {
+      carrier_->tell_last(peer, seat, said_[static_cast<std::size_t>(seat)]);
+    }
+  });
 }
 
 void Regroup::throw_destroyed() const {
@@ -255,7 +334,9 @@ void Regroup::suspect_silent() {
   const Member::Seats live = member_->view().live - member_->statement().suspects;
   for (int peer = live.next(); peer >= 0; peer = live.next(peer + 1)) {
     if (peer == channel_.rank()) continue;
-    if (!stopped(peer) || !channel_.waits(peer)) member_->suspect(peer);
+    const bool here = far(peer) ? memory_->fabric->peer_state(peer) == fabric::PeerState::alive
+                                : channel_.waits(peer);
+    if (!stopped(peer) || !here) member_->suspect(peer);
   }
 }
 
@@ -268,7 +349,7 @@ void Regroup::check_progress() {
   channel_.beat(true);
   if (config_.on_wait) config_.on_wait();
   const auto now = Clock::now();
-  if (now >= timeout_) {
+  if (now >= timeout_ && !member_->running()) {
     timeout_ = now + config_.deadline;
     suspect_silent();
     if (member_->minority()) {
@@ -285,6 +366,7 @@ void Regroup::check_progress() {
   }
   if (now - heard_at_ >= kRetryPeriod) {
     heard_at_ = now;
+    send_again();
     member_->retry();
   }
 }
@@ -299,11 +381,14 @@ Member::Seats Regroup::may_run() const {
   Member::Seats some;
   const Member::Seats& suspects = member_->statement().suspects;
   for (int peer = suspects.next(); peer >= 0; peer = suspects.next(peer + 1)) {
-    const bool ended =
-        channel_.left(peer) || memory_->fabric->peer_state(peer) == fabric::PeerState::dead;
-    if (!ended) some.add(peer);
+    if (!ended(peer)) some.add(peer);
   }
   return some;
+}
+
+bool Regroup::ended(int peer) const {
+  if (far(peer)) return carrier_->last(peer).has_value();
+  return channel_.left(peer) || memory_->fabric->peer_state(peer) == fabric::PeerState::dead;
 }
 
 std::string Regroup::names(const Member::Seats& seats) const {
@@ -316,6 +401,7 @@ void Regroup::wait(std::uint64_t rung) {
   if (member_->statement().number != published_) return;
   if (DeathWatch::count() != deaths_) return;
   const auto left = std::chrono::nanoseconds(kPollPeriod);
+  memory_->fabric->hand_over();
   OneSlice watch{static_cast<std::uint64_t>(left.count())};
   (void)bell().wait_until([rung](std::uint64_t seen) { return seen != rung; }, watch);
 }
@@ -330,6 +416,11 @@ Epoch Regroup::go_on() {
       continue;
     }
     memory_->fabric->forget(peer);
+    if (far(peer)) {
+      carrier_->evict(peer, epoch.number);
+      memory_->fabric->exclude(peer);
+      continue;
+    }
     auto* word = reinterpret_cast<std::uint64_t*>(control(peer) + layout_.evicted);
     // Release, and before this rank changes any memory: who reads it later reads this, too.
     std::atomic_ref(*word).store(epoch.number, std::memory_order_release);
@@ -345,6 +436,7 @@ void Regroup::free_held() const {
   if (!memory_->arena.holds_back() || seating_.former_may_write()) return;
   for (int peer = 0; peer < channel_.size(); ++peer) {
     if (channel_.has(peer)) continue;
+    if (far(peer)) return;  // what it has sent may still be under way
     if (memory_->fabric->peer_state(peer) != fabric::PeerState::dead) return;
   }
   memory_->arena.free_held();

@@ -1,12 +1,14 @@
-// How the ranks that are left of a group in shared memory agree on its next epoch
-// (protocol/membership.hpp). Each publishes its statement in its own control segment, which the
-// others can read also after its death, and rings their bells.
+// How the ranks that are left of a group agree on its next epoch (protocol/membership.hpp). Each
+// publishes its statement in its own control segment, which the others of its domain can read also
+// after its death, rings their bells, and sends it to other domains (carrier.hpp). There a death is
+// proven by a rank of the same domain, which sends on what the dead rank said last.
 #pragma once
 #include <chrono>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+#include "engine/carrier.hpp"
 #include "engine/channel.hpp"
 #include "engine/seating.hpp"
 
@@ -18,12 +20,13 @@ class Regroup {
   using Said = Member::Said;
   using Standing = Member::Standing;
 
-  /// Whether all ranks of the group can read each other's statements: one domain, and not too many.
-  static bool possible(const Memory& memory);
+  /// Whether all ranks of the group can hear each other's statements, and are not too many.
+  static bool possible(const Memory& memory, bool carrier);
 
   /// `ticket`: of a process that joins; 0: the group was made with it.
-  Regroup(std::shared_ptr<Memory> memory, Channel& channel, const GroupConfig& config,
-          const ControlLayout& layout, std::uint64_t ticket = 0);
+  /// `carrier`: of a group of several domains, otherwise null.
+  Regroup(std::shared_ptr<Memory> memory, std::shared_ptr<Carrier> carrier, Channel& channel,
+          const GroupConfig& config, const ControlLayout& layout, std::uint64_t ticket = 0);
 
   /// Stops, agrees with the ranks that are left, and has the channel go on with them: their epoch.
   /// Throws Error(evicted) when they went on without this one, and Error(deadline) when those in
@@ -55,11 +58,21 @@ class Regroup {
   void seat_joiners();
   void check_may_join(Clock::time_point end) const;
   void poll();
+  void poll_near(int peer, bool processes);
+  void poll_far(int peer, bool processes);
   void hear(int peer);
   void publish();
+  void send_again();
+  /// Calls `each` with the far ranks that are in the view.
+  template <class Each>
+  void for_far(const Each& each) const;
+  void leave_epoch(protocol::Epoch epoch);
+  bool ready_to_go_on();
   void check_standing();
   void check_progress();
   void suspect_silent();
+  bool far(int peer) const { return carrier_ && carrier_->far(peer); }
+  bool ended(int peer) const;     ///< proven
   bool stopped(int peer) const;   ///< it says so, of this epoch
   Member::Seats may_run() const;  ///< of the suspects
   void wait(std::uint64_t rung);
@@ -69,6 +82,7 @@ class Regroup {
   std::string names(const Member::Seats& seats) const;
 
   std::shared_ptr<Memory> memory_;
+  std::shared_ptr<Carrier> carrier_;
   Channel& channel_;
   const GroupConfig& config_;
   ControlLayout layout_;
@@ -79,6 +93,8 @@ class Regroup {
   bool one_waits_ = false;            // then
   std::vector<std::uint64_t> heard_;  // [R]: the number of the text read last
   std::vector<Said> said_;            // [R]: that text
+  protocol::Epoch left_epoch_ = 0;    // in which nothing is put any more, as far ranks were told
+  Member::Seats ended_{};             // of this domain, as the far ranks were told
   std::uint64_t published_ = 0;       // the statement's number
   std::uint64_t deaths_ = 0;          // told by the kernel before the last poll
   Clock::time_point polled_{};        // at the processes

@@ -113,6 +113,25 @@ class Fabric {
   /// is for the fabric's own thread, which otherwise may take a millisecond to notice.
   virtual void rest() noexcept {}
 
+  // How ranks whose memory the others cannot read agree on their next epoch. Of a network.
+
+  /// Whether this fabric has what follows.
+  virtual bool carries_texts() const noexcept { return false; }
+  /// Gives a few hundred bytes to the peer. Never blocks. It may be lost with the peer.
+  virtual void send_text(int /*peer*/, std::span<const std::byte> /*text*/) {}
+  /// What takes the peers' texts, on a thread of the fabric; an empty one says that `fenced` may
+  /// have changed. It must not call the fabric. Set once; texts that came before are lost.
+  using OnText = std::function<void(int peer, std::span<const std::byte> text)>;
+  virtual void set_on_text(OnText /*on_text*/) {}
+  /// This rank puts nothing more to the peer in this epoch. Puts of which no signal was published
+  /// are over: their tags may be used again.
+  virtual void fence(int /*peer*/, std::uint64_t /*epoch*/) {}
+  /// Whether both ends have called `fence` for this epoch or a later one, and all that they had put
+  /// has landed. To be asked until it is so: the peer hears from it, too.
+  virtual bool fenced(int /*peer*/, std::uint64_t /*epoch*/) { return true; }
+  /// This rank goes on without the peer for good: nothing is sent there any more.
+  virtual void exclude(int /*peer*/) noexcept {}
+
   /// Where new processes find the ranks; null: they cannot.
   virtual Lobby* lobby() noexcept { return nullptr; }
 

@@ -4,6 +4,8 @@
 // tag of its number and raises the receiver's flag to that number. Numbers count the chunks between
 // two ranks for ever, from 1 without gaps: both know how many an exchange has. The receiver grants
 // the same memory again only after it has used all of them: the next swap carries that order.
+// Where an exchange failed, they may know different numbers: every later epoch counts from one of
+// its own (`before`).
 //
 // The forwarder of a domain passes on what came, then says `Delivery` to the ranks of its domain:
 // for those rows it stands for their source, so they wait for it alone.
@@ -25,7 +27,12 @@ struct ChunkTraits {
   static constexpr bool kCounted = true;
   /// Every chunk has a tag of its own. Under one tag, early bytes of the next chunk would stand in
   /// for late bytes of this one.
-  FERRY_FN static constexpr std::uint64_t tagged(std::uint64_t number) { return number; }
+  /// The epoch, which the high bits of a number say, is left out: at its beginning no chunk of an
+  /// earlier one is under way.
+  FERRY_FN static constexpr std::uint64_t tagged(std::uint64_t number) {
+    return number & ((1ull << kEpochBit) - 1);
+  }
+  static constexpr int kEpochBit = 40;
 };
 
 /// The chunk flags of one rank: crossed[source] = number of the last chunk that is there.
@@ -34,6 +41,11 @@ class Chunks {
  public:
   FERRY_FN Chunks(const FlagLayout& layout, int self, std::byte* flags)
       : layout_(layout), self_(self), flags_{flags, layout.stride, layout.ranks} {}
+
+  /// Of an epoch, before its first chunk. More than any number of an earlier epoch.
+  FERRY_FN static constexpr std::uint64_t before(std::uint64_t epoch) {
+    return epoch << Traits::kEpochBit;
+  }
 
   /// The tag under which chunk `number` is written.
   FERRY_FN static constexpr std::uint64_t tag(std::uint64_t number) {

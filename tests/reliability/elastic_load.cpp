@@ -62,11 +62,13 @@ class Load {
   std::int64_t registered() const {
     return std::int64_t(group_.memory().control_bytes + group_.memory().arena_bytes);
   }
-  /// No tensor is alive here: all memory is free, unless a rank that was lost may still run.
+  /// No tensor is alive here: all memory is free, unless a rank that was lost may still run, or
+  /// was of another domain.
   void check_free_memory() const {
     for (int rank = 0; rank < group_.size(); ++rank) {
       const bool lost = !std::binary_search(view_.ranks.begin(), view_.ranks.end(), rank);
-      if (lost && board_.ranks[at(rank)].signal != SIGKILL) return;
+      const bool far = group_.domain_of(rank) != group_.domain_of(group_.rank());
+      if (lost && (far || board_.ranks[at(rank)].signal != SIGKILL)) return;
     }
     if (group_.memory().arena_used_bytes > 0) fail("memory of the step that failed is not free");
   }
@@ -199,15 +201,19 @@ const char* name_of(Stage stage) {
   return "unknown";
 }
 
-ElasticJob::ElasticJob(int ranks, std::chrono::nanoseconds deadline) {
+ElasticJob::ElasticJob(int ranks, std::chrono::nanoseconds deadline, int domain_size) {
   void* shared = mmap(nullptr, sizeof(ElasticBoard), PROT_READ | PROT_WRITE,
                       MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (shared == MAP_FAILED) throw std::bad_alloc();
   board_ = new (shared) ElasticBoard;
-  const GroupConfig config{.experts = ranks * kExpertsOfRank,
-                           .deadline = deadline,
-                           .memory_bytes = 4 << 20,
-                           .elastic = "load"};
+  GroupConfig config{
+      .experts = ranks * kExpertsOfRank, .deadline = deadline, .memory_bytes = 4 << 20};
+  if (domain_size > 0) {
+    config.domain_size = domain_size;
+    config.network = FabricKind::ofi;
+  } else {
+    config.elastic = "load";
+  }
   ranks_.emplace(
       ranks, [this, config](int, std::shared_ptr<Bootstrap> bootstrap, const Reporter& reporter) {
         Group group(std::move(bootstrap), config);

@@ -48,7 +48,8 @@ struct Loss {
 
 class ElasticJob {
  public:
-  ElasticJob(int ranks, std::chrono::nanoseconds deadline);
+  /// `domain_size` > 0: so many ranks are a domain each, and libfabric joins them; nobody joins.
+  ElasticJob(int ranks, std::chrono::nanoseconds deadline, int domain_size = 0);
   ~ElasticJob();
   ElasticJob(const ElasticJob&) = delete;
   ElasticJob& operator=(const ElasticJob&) = delete;

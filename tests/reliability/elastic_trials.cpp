@@ -1,6 +1,7 @@
 // Many losses of ranks in throughput mode: how long until the survivors have their error, and from
 // the last error to the first exchange of the next epoch. Prints JSON.
-// elastic_trials [KILLS_OF_EACH_CELL [RANKS [DEADLINE_MS_OF_STOPS]]]
+// elastic_trials [KILLS_OF_EACH_CELL [RANKS [DEADLINE_MS_OF_STOPS [DOMAIN_SIZE]]]]
+// DOMAIN_SIZE: so many ranks are a domain each, and libfabric joins them; then nobody joins.
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
@@ -45,7 +46,8 @@ void print(const char* key, const std::vector<double>& values, const char* end) 
 
 class Trials {
  public:
-  Trials(int ranks, int kills) : ranks_(ranks), kills_(kills) {}
+  Trials(int ranks, int kills, int domain_size)
+      : ranks_(ranks), kills_(kills), domain_size_(domain_size) {}
 
   bool kill(const Cell& cell) {
     std::vector<double> detected, regrouped;
@@ -54,7 +56,7 @@ class Trials {
     while (kills < kills_) {
       if (!job || int(job->alive().size()) - cell.at_once < std::max(2, ranks_ / 2) ||
           (cell.rank_0 && job->alive().front() != 0)) {
-        job.emplace(ranks_, std::chrono::seconds(30));
+        job.emplace(ranks_, std::chrono::seconds(30), domain_size_);
       }
       any_moment();
       const Loss loss = job->lose(victims(*job, cell), cell.stage, SIGKILL);
@@ -108,7 +110,7 @@ class Trials {
     const Cell cell{"stopped, anywhere", Stage::anywhere, 1, false};
     const int stops = std::max(1, kills_ / 10);
     for (int i = 0; i < stops; ++i) {
-      ElasticJob job(ranks_, deadline);
+      ElasticJob job(ranks_, deadline, domain_size_);
       any_moment();
       const std::vector<int> victim = victims(job, cell);
       const Loss loss = job.lose(victim, cell.stage, SIGSTOP);
@@ -148,23 +150,25 @@ class Trials {
 
   int ranks_;
   int kills_;
+  int domain_size_;
   bool first_ = true;
   std::mt19937 random_{20261126};
 };
 
-int run(int kills, int ranks, std::chrono::milliseconds deadline) {
-  Trials trials(ranks, kills);
-  std::printf("{\"ranks\": %d, \"stop_deadline_ms\": %d, \"cells\": {\n", ranks,
-              int(deadline.count()));
+int run(int kills, int ranks, std::chrono::milliseconds deadline, int domain_size) {
+  Trials trials(ranks, kills, domain_size);
+  std::printf("{\"ranks\": %d, \"domain_size\": %d, \"stop_deadline_ms\": %d, \"cells\": {\n",
+              ranks, domain_size, int(deadline.count()));
   for (const Cell& cell : kCells) {
     if (!trials.kill(cell)) return 1;
   }
   if (!trials.stop(deadline)) return 1;
   using Meanwhile = Trials::Meanwhile;
-  const bool joined = trials.join("a process joins", Meanwhile::nothing) &&
-                      trials.join("two join at once", Meanwhile::two_at_once) &&
-                      trials.join("a joiner is killed", Meanwhile::joiner_dies) &&
-                      trials.join("a rank is killed while one joins", Meanwhile::rank_dies);
+  const bool joined =
+      domain_size > 0 || (trials.join("a process joins", Meanwhile::nothing) &&
+                          trials.join("two join at once", Meanwhile::two_at_once) &&
+                          trials.join("a joiner is killed", Meanwhile::joiner_dies) &&
+                          trials.join("a rank is killed while one joins", Meanwhile::rank_dies));
   if (!joined) return 1;
   std::printf("\n  }\n}\n");
   return 0;
@@ -178,5 +182,5 @@ int main(int argc, char** argv) {
     return argc > i ? std::atoi(argv[i]) : otherwise;
   };
   return ferry::test::run(argument(1, 200), argument(2, 8),
-                          std::chrono::milliseconds(argument(3, 1000)));
+                          std::chrono::milliseconds(argument(3, 1000)), argument(4, 0));
 }

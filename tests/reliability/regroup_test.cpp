@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "elastic_load.hpp"
+#include "engine/test_network.hpp"
 
 namespace ferry::test {
 namespace {
@@ -48,6 +49,25 @@ TEST(Regroup, AStoppedRankIsEvictedAndComesBackLate) {
   config.fabric = FabricKind::shm;
   const Group next(thread_bootstrap(1).front(), config);
   EXPECT_EQ(shared_memory_names(), std::vector<std::string>{});
+}
+
+/// Domains of two: a rail with a hole, a domain whose last rank dies, a stopped rank.
+TEST(Regroup, RanksOfSeveralDomainsAreKilledAndStopped) {
+  if (!engine::test::has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  {
+    ElasticJob job(8, 30s, 2);
+    job.lose({0}, Stage::combine, SIGKILL);
+    ASSERT_EQ(job.wrong(), "");
+    job.lose({1}, Stage::dispatch, SIGKILL);
+    ASSERT_EQ(job.wrong(), "");
+    job.lose({3, 4}, Stage::regroup, SIGKILL);
+    ASSERT_EQ(job.wrong(), "");
+  }
+  ElasticJob job(5, 1500ms, 2);
+  job.lose({4}, Stage::dispatch, SIGSTOP);
+  ASSERT_EQ(job.wrong(), "");
+  job.resume({4});
+  ASSERT_EQ(job.wrong(), "");
 }
 
 TEST(Regroup, ProcessesTakeThePlacesOfRanksThatWereKilled) {

@@ -92,6 +92,16 @@ class DomainFabric final : public Fabric {
   void rest() noexcept override {
     if (network_) network_->rest();
   }
+  bool carries_texts() const noexcept override { return network_ && network_->carries_texts(); }
+  void send_text(int peer, std::span<const std::byte> text) override {
+    way(peer).send_text(peer, text);
+  }
+  void set_on_text(OnText on_text) override {
+    if (network_) network_->set_on_text(std::move(on_text));
+  }
+  void fence(int peer, std::uint64_t epoch) override { way(peer).fence(peer, epoch); }
+  bool fenced(int peer, std::uint64_t epoch) override { return way(peer).fenced(peer, epoch); }
+  void exclude(int peer) noexcept override { way(peer).exclude(peer); }
   NetworkStats network_use() const noexcept override;
   std::vector<NicStats> nics() const override {
     return network_ ? network_->nics() : std::vector<NicStats>();

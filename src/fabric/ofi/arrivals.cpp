@@ -1,12 +1,16 @@
 #include "fabric/ofi/arrivals.hpp"
 
+#include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace ferry::fabric::ofi {
 namespace {
 
 /// Of one source: all that it may tell, with companions (streams.hpp).
 constexpr std::size_t kMostPreAnnounced = std::size_t{2} * (kStreamMask + 1);
+/// The segment of no flag: what is counted for it raises nothing.
+constexpr SegmentId kNoFlag = ~SegmentId{0};
 
 }  // namespace
 
@@ -18,6 +22,7 @@ void Arrivals::expose(SegmentId segment, std::byte* data, std::size_t bytes) {
 
 void Arrivals::piece(int source, std::uint32_t stream) {
   const std::lock_guard lock(mutex_);
+  if ((stream & kCompanion) == 0) fence_of(source).landed++;
   signals_.piece(source, stream, 1,
                  [this](int /*source*/, const Signal& arrived) { release(arrived); });
 }
@@ -26,6 +31,7 @@ void Arrivals::signal(const Message& message, const std::byte* payload) {
   const std::lock_guard lock(mutex_);
   if (!may_raise(message)) return;
   if (message.payload > 0) {
+    fence_of(message.source).landed++;
     std::byte* to = own_bytes(message.payload_segment, message.payload_offset, message.payload);
     if (to == nullptr) return;
     std::memcpy(to, payload, message.payload);
@@ -54,6 +60,57 @@ void Arrivals::forecast(const Message& message) {
   }
 }
 
+void Arrivals::cancel(const Message& message) {
+  const std::lock_guard lock(mutex_);
+  take(message.source, {.sequence = message.sequence,
+                        .flag = {kNoFlag, 0},
+                        .tag = message.stream,
+                        .bytes = message.pieces});
+}
+
+void Arrivals::set_on_text(Fabric::OnText on_text) {
+  const std::lock_guard lock(mutex_);
+  on_text_ = std::move(on_text);
+}
+
+void Arrivals::text(int source, std::span<const std::byte> text) {
+  const std::lock_guard lock(mutex_);
+  if (on_text_) on_text_(source, text);
+}
+
+void Arrivals::fence(int source, std::uint64_t epoch, std::uint64_t pieces) {
+  const std::lock_guard lock(mutex_);
+  Fence& fence = fence_of(source);
+  if (epoch < fence.epoch) return;
+  fence.epoch = epoch;
+  fence.pieces = pieces;
+  if (on_text_) on_text_(source, {});
+}
+
+void Arrivals::fenced(int source, std::uint64_t epoch) {
+  const std::lock_guard lock(mutex_);
+  fence_of(source).told = std::max(fence_of(source).told, epoch);
+  if (on_text_) on_text_(source, {});
+}
+
+bool Arrivals::is_fenced(int source, std::uint64_t epoch) {
+  const std::lock_guard lock(mutex_);
+  return fence_of(source).told >= epoch;
+}
+
+std::optional<std::uint64_t> Arrivals::complete_fence(int source) {
+  const std::lock_guard lock(mutex_);
+  Fence& fence = fence_of(source);
+  if (fence.epoch <= fence.answered || fence.landed < fence.pieces) return std::nullopt;
+  fence.answered = fence.epoch;
+  return fence.epoch;
+}
+
+bool Arrivals::has_fence(int source, std::uint64_t epoch) {
+  const std::lock_guard lock(mutex_);
+  return fence_of(source).answered >= epoch;
+}
+
 void Arrivals::take(int from, const Signal& signal) {
   signals_.signal(from, signal,
                   [this](int /*source*/, const Signal& arrived) { release(arrived); });
@@ -66,6 +123,7 @@ bool Arrivals::may_raise(const Message& message) const {
 }
 
 void Arrivals::release(const Signal& signal) {
+  if (signal.flag.segment == kNoFlag) return;
   std::byte* word = own_bytes(signal.flag.segment, signal.flag.offset, sizeof(std::uint64_t));
   protocol::publish_in_memory(protocol::Flag{reinterpret_cast<std::uint64_t*>(word)}, signal.value);
 }

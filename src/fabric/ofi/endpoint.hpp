@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -100,6 +101,10 @@ class Endpoint {
   /// A message that hurries nobody: it may wait a little for others, or for the write that says the
   /// same: of stream `companion`.
   void send_soon(int peer, const Message& message, std::uint32_t companion = kNoStream);
+  /// A message with a text behind it, which is copied.
+  void send_text(int peer, const Message& message, std::span<const std::byte> text);
+  /// Sends nothing there any more.
+  void exclude(int peer);
   void drop_chunk(Op* chunk);
   /// Bytes of chunks that are on their way.
   std::size_t load() const { return load_.load(std::memory_order_relaxed); }
@@ -155,7 +160,8 @@ class Endpoint {
 
   // endpoint_send.cpp; all but `locked` under the lock
   std::unique_lock<std::mutex> locked();
-  void send_message(int rank, const Message& message, Op* payload);
+  void send_message(int rank, const Message& message, Op* payload,
+                    std::span<const std::byte> text = {});
   void send_held(int rank);
   Op* new_op(OpKind kind, int peer);
   void recycle(Op* op);

@@ -9,8 +9,12 @@ namespace ferry::fabric::ofi {
 namespace {
 
 constexpr auto kBeat = std::chrono::milliseconds(100);
-/// A peer that is silent and takes nothing, not even a first message, for so long.
+/// A peer that is silent and takes nothing, not even a first message, for so long; and one that has
+/// taken something before: its connection was closed.
 constexpr std::chrono::nanoseconds kRefused = std::chrono::milliseconds(400);
+constexpr std::chrono::nanoseconds kClosed = std::chrono::milliseconds(150);
+/// So often this is polled.
+constexpr std::chrono::nanoseconds kLossPollPeriod = std::chrono::milliseconds(20);
 /// A peer that leaves unanswered that this rank leaves, with nothing under way to it.
 constexpr std::chrono::nanoseconds kGoodbye = std::chrono::seconds(1);
 /// More time for peers that this rank may have to blame itself for: others tell meanwhile.
@@ -31,7 +35,7 @@ bool Endpoint::progress(Clock::time_point now) {
     send_held(rank);
     if (!peer_of(rank).backlog.empty()) any = post_backlog(peer_of(rank)) || any;
   }
-  if (now - last_beat_ >= kBeat) {
+  if (now - last_beat_ >= kLossPollPeriod) {
     last_beat_ = now;
     beat(now);
   }
@@ -124,6 +128,10 @@ void Endpoint::message(const Message& message, const std::byte* payload) {
   switch (message.kind) {
     case MessageKind::signal: arrivals_.signal(message, payload); break;
     case MessageKind::forecast: arrivals_.forecast(message); break;
+    case MessageKind::text: arrivals_.text(source, {payload, message.payload}); break;
+    case MessageKind::cancel: arrivals_.cancel(message); break;
+    case MessageKind::fence: arrivals_.fence(source, message.value, message.pieces); break;
+    case MessageKind::fenced: arrivals_.fenced(source, message.value); break;
     case MessageKind::beat: break;
     case MessageKind::bye:
       peer.left = true;
@@ -153,8 +161,9 @@ bool Endpoint::is_lost(const Peer& peer, Clock::time_point now) const {
   // meanwhile. With nothing under way there is room wherever there is a connection.
   const auto silent =
       now.time_since_epoch() - std::chrono::nanoseconds(peer.heard.load(std::memory_order_relaxed));
-  return peer.spoke && peer.under_way == 0 && !peer.backlog.empty() && still > kRefused &&
-         silent > kRefused;
+  const auto limit = peer.told == Clock::time_point() ? kRefused : kClosed;
+  return peer.spoke && peer.under_way == 0 && !peer.backlog.empty() && still > limit &&
+         silent > limit;
 }
 
 /// Tells peers that heard nothing lately that this rank is alive; loses those that take nothing.

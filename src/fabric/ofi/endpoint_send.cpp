@@ -2,6 +2,7 @@
 // becomes of a peer that takes nothing.
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <utility>
@@ -86,7 +87,18 @@ void Endpoint::send_soon(int rank, const Message& message, std::uint32_t compani
   }
 }
 
-void Endpoint::send_message(int rank, const Message& message, Op* payload) {
+void Endpoint::send_text(int rank, const Message& message, std::span<const std::byte> text) {
+  const auto lock = locked();
+  send_message(rank, message, nullptr, text.first(std::min(text.size(), kMaxPayload)));
+}
+
+void Endpoint::exclude(int rank) {
+  const auto lock = locked();
+  lose(peer_of(rank));
+}
+
+void Endpoint::send_message(int rank, const Message& message, Op* payload,
+                            std::span<const std::byte> text) {
   Peer& peer = peer_of(rank);
   const Buffer buffer = messages_.take();
   Op* op = new_op(OpKind::message, rank);
@@ -100,6 +112,8 @@ void Endpoint::send_message(int rank, const Message& message, Op* payload) {
   for (const Message& held : peer.held) add(held);
   peer.held.clear();
   add(message);
+  if (!text.empty()) std::memcpy(op->buffer.data + op->bytes, text.data(), text.size());
+  op->bytes += text.size();
   if (payload != nullptr &&
       (payload->bytes <= kCopied || fi_endpoint_.info().tx_attr->iov_limit < 2)) {
     std::memcpy(op->buffer.data + op->bytes, payload->buffer.data, payload->bytes);

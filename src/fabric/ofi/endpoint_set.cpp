@@ -231,6 +231,7 @@ void EndpointSet::flush(Target& target) {
   const Open open = std::exchange(target.open, {});
   if (open.chunk == nullptr) return;
   open.tagged->pieces++;
+  target.pieces++;
   const bool large = open.chunk->bytes > open.endpoint->chunk_bytes() / 2;
   open.endpoint->write_chunk(open.chunk);
   if (large) open.endpoint->help();  // between two of them it disturbs least
@@ -263,6 +264,47 @@ void EndpointSet::publish(int rank, Address flag, std::uint64_t value, std::uint
     }
   }
   send_signal(rank, held, tag);
+}
+
+void EndpointSet::send_text(int rank, std::span<const std::byte> text) {
+  if (gone(rank)) return;
+  target_of(rank).endpoints.front()->send_text(
+      rank, {.kind = MessageKind::text, .payload = static_cast<std::uint32_t>(text.size())}, text);
+}
+
+void EndpointSet::fence(int rank, std::uint64_t epoch) {
+  const std::lock_guard lock(mutex_);
+  Target& target = target_of(rank);
+  if (gone(rank)) return abandon(target);
+  const Open open = std::exchange(target.open, {});
+  if (open.chunk != nullptr) open.endpoint->drop_chunk(open.chunk);
+  Endpoint& endpoint = *target.endpoints.front();
+  for (const auto& [tag, put] : target.tags) {
+    if (put.pieces == 0) continue;
+    endpoint.send(rank,
+                  {.kind = MessageKind::cancel,
+                   .sequence = ++target.cancelled,
+                   .stream = put.stream,
+                   .pieces = put.pieces},
+                  nullptr);
+  }
+  target.tags.clear();
+  endpoint.send(rank, {.kind = MessageKind::fence, .value = epoch, .pieces = target.pieces},
+                nullptr);
+}
+
+bool EndpointSet::fenced(int rank, std::uint64_t epoch) {
+  if (const auto complete = arrivals_.complete_fence(rank)) {
+    target_of(rank).endpoints.front()->send(rank, {.kind = MessageKind::fenced, .value = *complete},
+                                            nullptr);
+  }
+  return arrivals_.has_fence(rank, epoch) && arrivals_.is_fenced(rank, epoch);
+}
+
+void EndpointSet::exclude(int rank) {
+  const std::lock_guard lock(mutex_);
+  for (Endpoint* endpoint : target_of(rank).endpoints) endpoint->exclude(rank);
+  abandon(target_of(rank));
 }
 
 EndpointSet::Flag& EndpointSet::flag_at(Target& target, const Address& at) {
@@ -316,6 +358,7 @@ void EndpointSet::send_signal(int rank, const Held& held, std::uint64_t tag) {
     message.payload_segment = open.chunk->to.segment;
     message.payload_offset = open.chunk->to.offset;
     target.open = {};
+    target.pieces++;
     forecast(rank, *open.endpoint, flag, company);
     open.endpoint->send(rank, message, open.chunk);
   } else {

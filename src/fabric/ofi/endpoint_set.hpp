@@ -71,6 +71,13 @@ class EndpointSet {
            const LookUp& look_up);
   void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes, std::uint64_t tag);
 
+  // As the fabric's.
+  void set_on_text(Fabric::OnText on_text) { arrivals_.set_on_text(std::move(on_text)); }
+  void send_text(int peer, std::span<const std::byte> text);
+  void fence(int peer, std::uint64_t epoch);
+  bool fenced(int peer, std::uint64_t epoch);
+  void exclude(int peer);
+
   /// By a thread that waits: makes progress, unless somebody is at it. For a while the endpoints'
   /// threads stay away from the network then: two threads that wake up for each message cost more
   /// than they carry.
@@ -130,8 +137,10 @@ class EndpointSet {
     std::vector<Flag*> company{};  // of signals without bytes since the last one with any
     Streams streams{};
     Open open{};
-    std::size_t last = 0;  // endpoint of the last chunk
-    std::size_t turn = 0;  // endpoint whose room to wait for
+    std::uint64_t pieces = 0;     // that were given to the network, ever
+    std::uint64_t cancelled = 0;  // streams that were
+    std::size_t last = 0;         // endpoint of the last chunk
+    std::size_t turn = 0;         // endpoint whose room to wait for
   };
 
   Target& target_of(int rank) { return targets_[static_cast<std::size_t>(rank)]; }

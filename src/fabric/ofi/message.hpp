@@ -23,6 +23,10 @@ enum class MessageKind : std::uint32_t {
   bye = 3,       ///< the source leaves; it waits for the answer
   bye_seen = 4,  ///< the answer
   forecast = 5,  ///< kForecast signals, each behind one write of the streams from `stream` on
+  text = 6,      ///< its bytes are for the engine
+  cancel = 7,    ///< of a stream that no signal will count: so many pieces
+  fence = 8,     ///< the source has written `pieces` in all, and no more before epoch `value` ends
+  fenced = 9,    ///< the answer, when they are all here
 };
 
 /// The head of every message; `payload` bytes follow.

@@ -90,6 +90,17 @@ class OfiFabric final : public Fabric {
   void rest() noexcept override {
     for (const auto& set : sets_) set->rest();
   }
+  bool carries_texts() const noexcept override { return true; }
+  void send_text(int peer, std::span<const std::byte> text) override {
+    sets_[0]->send_text(peer, text);
+  }
+  void set_on_text(OnText on_text) override { sets_[0]->set_on_text(std::move(on_text)); }
+  // What a group puts outside of latency exchanges goes by this set.
+  void fence(int peer, std::uint64_t epoch) override { sets_[0]->fence(peer, epoch); }
+  bool fenced(int peer, std::uint64_t epoch) override { return sets_[0]->fenced(peer, epoch); }
+  void exclude(int peer) noexcept override {
+    for (const auto& set : sets_) set->exclude(peer);
+  }
   NetworkStats network_use() const noexcept override {
     return {put_bytes_.load(std::memory_order_relaxed), puts_.load(std::memory_order_relaxed),
             signals_.load(std::memory_order_relaxed)};

@@ -172,7 +172,7 @@ void DomainCombine::sum_domains() {
   TokenSums sums;
   sums.next.assign(call_.plan->crossing.offset.begin(), call_.plan->crossing.offset.end() - 1);
   sums.inside.resize(row_bytes);
-  sums.there.resize(index(call_.engine.domains()));
+  sums.there.resize(index(call_.engine.topology().count()));
   SumRows sum;
   sum.columns = call_.rows.columns();
   sum.dtype = call_.rows.dtype;

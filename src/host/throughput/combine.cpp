@@ -79,9 +79,9 @@ void CombineJob::run() {
   for (const int peer : call_.channel().ranks()) call_.outsiders |= !call_.in_domain(peer);
   const Crossing asked = call_.options.crossing;
   call_.crossing = asked == Crossing::automatic ? call_.plan->crossed : asked;
-  if (call_.engine.domains() == 1) call_.crossing = Crossing::direct;
+  if (call_.engine.topology().count() == 1) call_.crossing = Crossing::direct;
   if (call_.hierarchical() && !call_.plan->forwards_known) refuse_crossing();
-  if (call_.engine.tuner().on() && call_.engine.domains() > 1) tune();
+  if (call_.engine.tuner().on() && call_.engine.topology().count() > 1) tune();
   agree();
   if (key_) {
     call_.engine.tuner().met(call_.channel(), *key_, settings_, call_.plan->most_tokens);

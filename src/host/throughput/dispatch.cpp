@@ -159,9 +159,9 @@ void DispatchJob::choose_crossing() {
   const PlanState& plan = *call_.plan;
   const Crossing asked = call_.options.crossing;
   call_.crossing = asked == Crossing::automatic ? plan.crossing.chosen : asked;
-  if (call_.engine.domains() == 1) call_.crossing = Crossing::direct;
+  if (call_.engine.topology().count() == 1) call_.crossing = Crossing::direct;
   plan_crossing_ = call_.crossing;
-  if (call_.engine.tuner().on() && call_.engine.domains() > 1) tune();
+  if (call_.engine.tuner().on() && call_.engine.topology().count() > 1) tune();
   call_.carries_forwards = call_.hierarchical() && !plan.forwards_known;
 }
 

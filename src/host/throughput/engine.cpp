@@ -44,6 +44,7 @@ HostEngine::HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config
                        std::size_t body_bytes)
     : config_(config),
       domains_(domains),
+      topology_(domains),
       memory_(std::move(memory)),
       placement_{config.experts, memory_->fabric->size()},
       channel_(memory_, config_, control,
@@ -51,7 +52,8 @@ HostEngine::HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config
                                    message_bytes(config.experts, domains, body_bytes))),
       tuner_(config_, placement_.ranks),
       control_bytes_(control.bytes),
-      body_bytes_(body_bytes) {
+      body_bytes_(body_bytes),
+      carrier_(engine::Carrier::make(*memory_->fabric, domains, control.data, control_layout())) {
   view_.ranks = channel_.ranks();
 }
 
@@ -60,7 +62,7 @@ HostEngine::~HostEngine() {
 }
 
 void HostEngine::destroy() {
-  channel_.leave();
+  if (channel_.leave() && carrier_) carrier_->leave();
   if (auto* lobby = memory_->fabric->lobby()) lobby->close();
 }
 
@@ -123,7 +125,7 @@ Plan HostEngine::enter_plan(const ConstTensorView& topk_idx, Stream* stream, Cal
       "plan", stream,
       [this, state, ids = std::move(routes)]() mutable {
         RouteCounts own = count_routes(std::move(ids), state->tokens, state->topk, placement_);
-        engine::swap_counts(channel_, config_, placement_, domains_, std::move(own), *state);
+        engine::swap_counts(channel_, config_, placement_, topology_, std::move(own), *state);
         state->number = ++plans_;  // only now: a plan that failed, failed on all ranks
       },
       inside);
@@ -243,17 +245,21 @@ bool HostEngine::commit(std::uint64_t step) {
   return one_waits;
 }
 
+ControlLayout HostEngine::control_layout() const {
+  return make_control_layout(size(), message_bytes(config_.experts, domains_, body_bytes_));
+}
+
 engine::Regroup& HostEngine::membership(std::uint64_t ticket) {
   if (!regroup_) {
-    const std::size_t most = message_bytes(config_.experts, domains_, body_bytes_);
-    regroup_ = std::make_unique<engine::Regroup>(memory_, channel_, config_,
-                                                 make_control_layout(size(), most), ticket);
+    regroup_ = std::make_unique<engine::Regroup>(memory_, carrier_, channel_, config_,
+                                                 control_layout(), ticket);
   }
   return *regroup_;
 }
 
 void HostEngine::go_on(const engine::Epoch& next) {
   step_.store(next.step, std::memory_order_relaxed);
+  topology_ = domains_.among(next.ranks);
   tuner_.forget();
   plans_ = 0;  // ranks may have failed before and after they counted one
   GroupView view{next.number, next.ranks, {}, next.step, regroup_->joined(next)};
@@ -280,18 +286,27 @@ void HostEngine::join(std::uint64_t ticket) {
 }
 
 GroupView HostEngine::regroup() {
-  if (!engine::Regroup::possible(*memory_)) {
+  if (!engine::Regroup::possible(*memory_, carrier_ != nullptr)) {
     throw Error(ErrorKind::unsupported,
-                "regroup: ranks in one domain of at most " +
-                    std::to_string(engine::Regroup::Traits::kSeats) + " can, this group has " +
+                "regroup: at most " + std::to_string(engine::Regroup::Traits::kSeats) +
+                    " ranks in one domain, or in several that libfabric joins, can; this group "
+                    "has " +
                     std::to_string(size()) + " in " + std::to_string(domains_.count()) + " over " +
                     fabric_name() + "; make a new group",
                 {rank(), -1, "regroup", 0, 0, 0});
   }
   enter(
       "regroup", nullptr,
-      [this] { go_on(membership().run(step_.load(std::memory_order_relaxed))); }, nullptr, {},
-      Asks::existence);
+      [this] {
+        if (carrier_ && exchanges_ > 0) {
+          throw Error(ErrorKind::unsupported,
+                      "regroup: this group, of several domains, has had latency exchanges, whose "
+                      "writes may still be under way; make them in another group",
+                      {rank(), -1, "regroup", 0, 0, 0});
+        }
+        go_on(membership().run(step_.load(std::memory_order_relaxed)));
+      },
+      nullptr, {}, Asks::existence);
   return group_view();
 }
 

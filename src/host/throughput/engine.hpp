@@ -114,7 +114,8 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   Channel& channel() { return channel_; }
   const std::shared_ptr<Memory>& shared_memory() const { return memory_; }
   const Placement& placement() const { return placement_; }
-  const Domains& topology() const { return domains_; }
+  /// The domains of the ranks of this epoch. For a call's work.
+  const Domains& topology() const { return topology_; }
   CallTuner& tuner() { return tuner_; }
 
   // relaxed: calls of other threads come before or after regroup by the order of turns.
@@ -171,6 +172,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
 
  private:
   class Turn;
+  ControlLayout control_layout() const;
   engine::Regroup& membership(std::uint64_t ticket = 0);
   void go_on(const engine::Epoch& next);
   /// Refuses routes to experts of ranks that were lost. `routes`: [T, topk].
@@ -183,13 +185,15 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   void pass_turn();  // with turn_mutex_ held
 
   GroupConfig config_;
-  Domains domains_;
+  Domains domains_;   // of all ranks, lost ones, too
+  Domains topology_;  // of the epoch; changed by the thread whose turn it is
   std::shared_ptr<Memory> memory_;
   Placement placement_;
   Channel channel_;
   CallTuner tuner_;
   std::size_t control_bytes_;
   std::size_t body_bytes_;
+  std::shared_ptr<engine::Carrier> carrier_;    // null: all ranks share memory, or cannot regroup
   std::unique_ptr<engine::Regroup> regroup_{};  // of the thread whose turn it is
   mutable std::mutex view_mutex_;
   GroupView view_{};

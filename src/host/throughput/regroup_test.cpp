@@ -308,11 +308,11 @@ TEST(Regroup, LatencyExchangesWithMasksGoOnBesideIt) {
   });
 }
 
-TEST(Regroup, IsNotForGroupsOfSeveralDomains) {
+TEST(Regroup, IsNotForDomainsWithoutANetworkThatCarriesTexts) {
   GroupConfig config = elastic();
   config.domain_size = 1;
   with_groups(2, config, [&](Group& group) {
-    expect_error(ErrorKind::unsupported, {"regroup", "one domain", "2 in 2"},
+    expect_error(ErrorKind::unsupported, {"regroup", "libfabric joins", "2 in 2"},
                  [&] { group.regroup(); });
     group.barrier();
   });

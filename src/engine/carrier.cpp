@@ -1,0 +1,126 @@
+#include "engine/carrier.hpp"
+
+#include <atomic>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+namespace ferry::engine {
+namespace {
+
+/// Nobody joins from another domain, so no statement between them names a joiner.
+bool of_ranks(const Member::View& view, const Member::Seats& all) {
+  for (const protocol::Join& join : view.joins) {
+    if (join != protocol::Join{}) return false;
+  }
+  return all.contains(view.live);
+}
+
+}  // namespace
+
+std::shared_ptr<Carrier> Carrier::make(fabric::Fabric& fabric, const Domains& domains,
+                                       std::byte* control, const ControlLayout& layout) {
+  if (domains.count() == 1 || !fabric.carries_texts() || fabric.size() > SeatTraits::kSeats) {
+    return nullptr;
+  }
+  std::shared_ptr<Carrier> carrier(new Carrier(fabric, domains, control, layout));
+  // The fabric, whose memory this writes to, ends its threads before that memory.
+  fabric.set_on_text(
+      [carrier](int peer, std::span<const std::byte> bytes) { carrier->take(peer, bytes); });
+  return carrier;
+}
+
+Carrier::Carrier(fabric::Fabric& fabric, const Domains& domains, std::byte* control,
+                 const ControlLayout& layout)
+    : fabric_(fabric),
+      domains_(domains),
+      control_(control),
+      layout_(layout),
+      rank_(fabric.rank()),
+      seats_(static_cast<std::size_t>(fabric.size())) {}
+
+void Carrier::say(int peer, const Said& said) {
+  send(peer, {Kind::statement, static_cast<std::uint64_t>(rank_), said});
+}
+
+void Carrier::tell_last(int peer, int seat, const Said& said) {
+  send(peer, {Kind::last, static_cast<std::uint64_t>(seat), said});
+}
+
+void Carrier::leave() {
+  Said said;
+  read_statement(control_, layout_, said);
+  for (int peer = 0; peer < domains_.ranks(); ++peer) {
+    if (far(peer)) tell_last(peer, rank_, said);
+  }
+}
+
+void Carrier::evict(int peer, protocol::Epoch epoch) {
+  Text text{Kind::evicted, static_cast<std::uint64_t>(peer), {}};
+  text.said.epoch = epoch;
+  send(peer, text);
+}
+
+void Carrier::send(int peer, const Text& text) {
+  static_assert(std::is_trivially_copyable_v<Text>);
+  fabric_.send_text(peer, std::as_bytes(std::span(&text, 1)));
+}
+
+std::optional<Carrier::Said> Carrier::heard(int peer, std::uint64_t& seen) {
+  const std::scoped_lock lock(mutex_);
+  const Seat& seat = seats_[static_cast<std::size_t>(peer)];
+  if (seat.count == seen) return std::nullopt;
+  seen = seat.count;
+  return seat.newest;
+}
+
+std::optional<Carrier::Said> Carrier::last(int seat) {
+  const std::scoped_lock lock(mutex_);
+  return seats_[static_cast<std::size_t>(seat)].last;
+}
+
+/// Whether what came can be: seats and sets of the group, about who may say it.
+bool Carrier::sound(int peer, const Text& text) const {
+  const auto ranks = static_cast<std::uint64_t>(domains_.ranks());
+  if (!far(peer) || text.seat >= ranks) return false;
+  const auto seat = static_cast<int>(text.seat);
+  const Member::Seats all = Member::Seats::first(domains_.ranks());
+  const Said& said = text.said;
+  if (said.ticket != 0 || !all.contains(said.suspects) || !all.contains(said.quarantined) ||
+      !of_ranks(said.view, all) || !of_ranks(said.proposal, all)) {
+    return false;
+  }
+  switch (text.kind) {
+    case Kind::statement: return seat == peer && said.epoch != 0;
+    case Kind::last: return domains_.together(seat, peer);
+    case Kind::evicted: return seat == rank_ && said.epoch != 0;
+  }
+  return false;
+}
+
+void Carrier::take(int peer, std::span<const std::byte> bytes) {
+  Text text;
+  if (bytes.size() == sizeof text) {
+    std::memcpy(&text, bytes.data(), sizeof text);
+    if (!sound(peer, text)) return;
+    const std::scoped_lock lock(mutex_);
+    Seat& seat = seats_[text.seat];
+    const Said& newest = seat.newest;
+    if (text.kind == Kind::evicted) {
+      auto* word = reinterpret_cast<std::uint64_t*>(control_ + layout_.evicted);
+      // Release: as a rank of this domain would write it.
+      std::atomic_ref(*word).store(text.said.epoch, std::memory_order_release);
+    } else if (text.kind == Kind::last) {
+      seat.last = text.said;
+    } else if (std::pair(text.said.epoch, text.said.number) >
+               std::pair(newest.epoch, newest.number)) {
+      seat.newest = text.said;
+      ++seat.count;
+    }
+  } else if (!bytes.empty()) {
+    return;
+  }
+  ring(control_, layout_);
+}
+
+}  // namespace ferry::engine

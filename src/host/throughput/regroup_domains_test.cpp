@@ -1,0 +1,132 @@
+// A group of several domains, joined by libfabric, goes on without ranks that left or are late.
+// Ranks are threads; deaths of processes are in tests/reliability.
+#include <algorithm>
+#include <latch>
+#include <string>
+
+#include "engine/test_groups.hpp"
+#include "engine/test_network.hpp"
+
+namespace ferry::host::test {
+
+using namespace engine::test;
+namespace {
+
+GroupConfig domains_of(int size, std::chrono::nanoseconds deadline = 20s) {
+  GroupConfig config;
+  config.experts = 24;
+  config.memory_bytes = 1 << 16;
+  config.deadline = deadline;
+  config.domain_size = size;
+  config.network = FabricKind::ofi;
+  return config;
+}
+
+Error first_error(Group& group) {
+  try {
+    for (;;) group.barrier();
+  } catch (const Error& error) {
+    return error;
+  }
+}
+
+/// Until the view has `ranks`: one of two that left may be seen after the other.
+GroupView regroup_to(Group& group, const std::vector<int>& ranks) {
+  GroupView view = group.view();
+  while (view.ranks != ranks) {
+    first_error(group);
+    view = group.regroup();
+  }
+  return view;
+}
+
+class RegroupDomains : public testing::TestWithParam<Crossing> {};
+
+/// Rails have holes, rails meet in a smaller domain, a domain is empty, one domain is left.
+TEST_P(RegroupDomains, GoesOnWithoutRanksThatLeft) {
+  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  GroupConfig config = domains_of(3);
+  config.crossing = GetParam();
+  with_groups(8, config, [&](Group& group) {  // 0 1 2, 3 4 5, 6 7
+    const auto lose = [&](const std::vector<int>& leave, const std::vector<int>& left) {
+      exchange_among(group, group.view().ranks, 2);
+      group.barrier();
+      if (std::find(leave.begin(), leave.end(), group.rank()) != leave.end()) return false;
+      EXPECT_EQ(regroup_to(group, left).ranks, left);
+      exchange_among(group, left, 3);
+      return true;
+    };
+    const MemoryStats before = group.memory();
+    if (group.rank() == 0 || group.rank() == 7) {
+      lose({0, 7}, {});
+      return group.destroy();
+    }
+    lose({0, 7}, {1, 2, 3, 4, 5, 6});
+    if (group.rank() == 6) {
+      lose({6}, {});
+      return group.destroy();
+    }
+    lose({6}, {1, 2, 3, 4, 5});  // nobody of its domain is left to tell
+    EXPECT_EQ(group.memory().control_bytes, before.control_bytes);
+    EXPECT_EQ(group.domains(), 3);
+    if (group.rank() < 3) {
+      lose({1, 2}, {});
+      return group.destroy();
+    }
+    lose({1, 2}, {3, 4, 5});
+    group.barrier();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(All, RegroupDomains,
+                         testing::Values(Crossing::direct, Crossing::hierarchical));
+
+TEST(RegroupDomainsErrors, ARankThatIsLateIsEvicted) {
+  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  std::latch gone_on(3), done(4);
+  with_groups(4, domains_of(2, 1s), [&](Group& group) {
+    exchange_among(group, {0, 1, 2, 3}, 1);
+    group.barrier();
+    if (group.rank() == 3) {
+      gone_on.wait();
+      expect_error(ErrorKind::evicted, {"rank 3", "went on without"}, [&] {
+        for (;;) group.barrier();
+      });
+      expect_error(ErrorKind::evicted, {"rank 3", "went on without"}, [&] { group.regroup(); });
+      return done.arrive_and_wait();
+    }
+    EXPECT_EQ(first_error(group).peer(), 3);
+    EXPECT_EQ(group.regroup(), (GroupView{2, {0, 1, 2}, {3}, 0}));
+    gone_on.count_down();
+    exchange_among(group, {0, 1, 2}, 10);
+    group.barrier();
+    done.arrive_and_wait();
+  });
+}
+
+TEST(RegroupDomainsErrors, HalfOfTheRanksGiveUp) {
+  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  std::latch given_up(4);
+  with_groups(4, domains_of(2, 600ms), [&](Group& group) {
+    group.barrier();
+    if (group.rank() < 2) {
+      EXPECT_GE(first_error(group).peer(), 2);
+      expect_error(ErrorKind::deadline, {"ranks 2 and 3", "no majority", "epoch 1"},
+                   [&] { group.regroup(); });
+    }
+    given_up.arrive_and_wait();
+  });
+}
+
+TEST(RegroupDomainsErrors, LatencyExchangesBelongInAnotherGroup) {
+  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  with_groups(2, domains_of(1), [&](Group& group) {
+    const LatencyExchange latency(group, {4, 16, 1, Dtype::f32});
+    expect_error(ErrorKind::unsupported, {"regroup", "latency exchanges", "another group"},
+                 [&] { group.regroup(); });
+    group.barrier();
+  });
+}
+
+}  // namespace
+}  // namespace ferry::host::test
