@@ -16,4 +16,5 @@
 #include "ferry/stream.hpp"
 #include "ferry/tensor.hpp"
 #include "ferry/tuning.hpp"
+#include "ferry/vault.hpp"
 #include "ferry/version.hpp"

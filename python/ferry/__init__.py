@@ -48,6 +48,7 @@ from ferry.latency import LatencyCombined, LatencyExchange, LatencyReceived
 from ferry.logs import set_log
 from ferry.metrics import serve_metrics
 from ferry.results import Combined, Received
+from ferry.vault import Vault
 
 if TYPE_CHECKING:
     from ferry import jax as jax
@@ -117,6 +118,7 @@ __all__ = [
     "SystemCallError",
     "TimeStats",
     "UnsupportedError",
+    "Vault",
     "WaitInterruptedError",
     "from_all_gather",
     "from_environment",

@@ -16,5 +16,6 @@ void bind_group(nanobind::module_& module);
 void bind_latency(nanobind::module_& module);
 void bind_collectives(nanobind::module_& module);
 void bind_observe(nanobind::module_& module);
+void bind_vault(nanobind::module_& module);
 
 }  // namespace ferry::python

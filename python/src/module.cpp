@@ -23,5 +23,6 @@ NB_MODULE(_ferry, m) {
   fp::bind_experts(m);
   fp::bind_group(m);
   fp::bind_latency(m);
+  fp::bind_vault(m);
   fp::bind_collectives(m);
 }

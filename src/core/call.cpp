@@ -25,12 +25,13 @@ const char* name_of(CallKind kind) {
     case CallKind::all_to_all: return "all_to_all";
     case CallKind::regroup: return "regroup";
     case CallKind::commit: return "commit";
+    case CallKind::recover: return "recover";
   }
   return "an unknown call";
 }
 
 CallKind call_named(std::string_view name) {
-  for (std::uint32_t i = 1; i <= static_cast<std::uint32_t>(CallKind::commit); ++i) {
+  for (std::uint32_t i = 1; i <= static_cast<std::uint32_t>(CallKind::recover); ++i) {
     if (name == name_of(static_cast<CallKind>(i))) return static_cast<CallKind>(i);
   }
   return CallKind::none;
@@ -118,6 +119,10 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
   if (theirs.kind != mine.kind) return first.words();
   if (mine.kind == CallKind::commit) {
     return first.of("step", theirs.commit.step, mine.commit.step, kNumber).words();
+  }
+  if (mine.kind == CallKind::recover) {
+    return first.of("version_bytes", theirs.vault.version_bytes, mine.vault.version_bytes, kNumber)
+        .words();
   }
   const bool collective = mine.kind >= CallKind::all_reduce;
   first.of("dtype", theirs.dtype, mine.dtype, kName<Dtype>)

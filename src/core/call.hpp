@@ -26,6 +26,7 @@ enum class CallKind : std::uint32_t {
   all_to_all,
   regroup,  ///< swaps nothing; for `CallWord`
   commit,
+  recover,  ///< of a vault
 };
 
 const char* name_of(CallKind kind);
@@ -85,6 +86,12 @@ struct CommitTerms {
   std::uint64_t reserved[3];
 };
 
+/// Of Vault::recover.
+struct VaultTerms {
+  std::uint64_t version_bytes;
+  std::uint64_t reserved[3];
+};
+
 /// Everything about a call that must be the same on all ranks. Trivially copyable, without padding:
 /// it crosses, and kernels compare its words.
 struct CallSignature {
@@ -96,11 +103,12 @@ struct CallSignature {
     LatencyTerms latency;
     CollectiveTerms collective;
     CommitTerms commit;
+    VaultTerms vault;
   };
 };
 static_assert(sizeof(ExchangeTerms) == 32 && sizeof(LatencyTerms) == 32 &&
               sizeof(CollectiveTerms) == 32 && sizeof(CommitTerms) == 32 &&
-              sizeof(CallSignature) == 48);
+              sizeof(VaultTerms) == 32 && sizeof(CallSignature) == 48);
 
 /// "hidden is 128 on rank 2 but 256 here", for the first field that differs; empty when none does.
 std::string difference(const CallSignature& theirs, int their_rank, const CallSignature& mine);

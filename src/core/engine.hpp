@@ -10,6 +10,7 @@
 #include "ferry/collectives.hpp"
 #include "ferry/group.hpp"
 #include "ferry/latency.hpp"
+#include "ferry/vault.hpp"
 
 namespace ferry {
 
@@ -35,6 +36,15 @@ class LatencyEngine {
                 "latency masks: the exchange was made without masks; expected "
                 "LatencyConfig::masks = true");
   }
+};
+
+class VaultEngine {
+ public:
+  virtual ~VaultEngine() = default;
+  virtual std::optional<std::uint64_t> recover() = 0;
+  virtual std::vector<std::int64_t> keys() const = 0;
+  virtual void get(std::int64_t key, std::span<const VaultTarget> into) const = 0;
+  virtual void put(std::uint64_t step, std::span<const VaultPart> parts) = 0;
 };
 
 /// The second half of a call that was made with a hook.
@@ -66,6 +76,8 @@ class Engine {
   virtual Combined combine(const ConstTensorView& rows, const Plan& plan,
                            const CombineOptions& options) = 0;
   virtual std::shared_ptr<LatencyEngine> make_latency(const LatencyConfig& config) = 0;
+
+  virtual std::shared_ptr<VaultEngine> make_vault(std::size_t version_bytes);
 
   virtual Tensor empty(const Extents& shape, Dtype dtype) = 0;
   virtual bool is_registered(const void* pointer) const = 0;
@@ -101,6 +113,10 @@ inline GroupView Engine::group_view() const {
 inline GroupView Engine::regroup() {
   throw Error(ErrorKind::unsupported,
               "regroup: groups with backend host can, this one has backend cuda; make a new group");
+}
+inline std::shared_ptr<VaultEngine> Engine::make_vault(std::size_t /*version_bytes*/) {
+  throw Error(ErrorKind::unsupported,
+              "Vault: groups with backend host can have one, this one has backend cuda");
 }
 inline bool Engine::commit(std::uint64_t /*step*/) {
   throw Error(ErrorKind::unsupported,

@@ -52,7 +52,7 @@ class Record {
     std::atomic<std::uint64_t> waits{0}, ns{0};
   };
   static constexpr std::size_t kStages = 64;
-  static constexpr std::size_t kKinds = static_cast<std::size_t>(CallKind::commit) + 1;
+  static constexpr std::size_t kKinds = static_cast<std::size_t>(CallKind::recover) + 1;
 
   static void add(std::atomic<std::uint64_t>& counter, std::uint64_t more) {
     counter.fetch_add(more, std::memory_order_relaxed);

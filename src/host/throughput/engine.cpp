@@ -173,7 +173,8 @@ void HostEngine::agree_on_validity(const char* stage, StepMessage head,
   engine::check_same_call(channel_, stage, head.call);
 }
 
-void HostEngine::agree(const char* stage, StepMessage& head, const std::function<bool()>& prepare) {
+void HostEngine::agree(const char* stage, StepMessage& head, const std::function<bool()>& prepare,
+                       const char* sized_by) {
   while (true) {
     if (head.status != StepStatus::too_many) {
       head.status = prepare() ? StepStatus::ok : StepStatus::no_room;
@@ -197,9 +198,8 @@ void HostEngine::agree(const char* stage, StepMessage& head, const std::function
     if (room) return;
     if (regroup_) regroup_->free_held();
     const bool grow = head.status == StepStatus::no_room;
-    const AddedSegments added =
-        add_segments({stage, "rows, columns and max_recv_rows", grow ? head.need_bytes : 0,
-                      engine::grown_by(memory_->arena.total_bytes())});
+    const AddedSegments added = add_segments({stage, sized_by, grow ? head.need_bytes : 0,
+                                              engine::grown_by(memory_->arena.total_bytes())});
     if (added.mine.bytes == 0) continue;
     memory_->arena.add(added.mine);
     channel_.record().grown();
@@ -277,6 +277,28 @@ void HostEngine::go_on(const engine::Epoch& next) {
          {"joined", spell_numbers(view.joined)},
          {"step", view.step}});
   }
+}
+
+void HostEngine::go_on_from(std::uint64_t step) {
+  step_.store(step, std::memory_order_relaxed);
+  if (channel_.joined_at(rank()) != 0) channel_.say_joined(0);  // it has state now
+  std::scoped_lock lock(view_mutex_);
+  view_.joined.clear();
+}
+
+std::shared_ptr<VaultEngine> HostEngine::make_vault(std::size_t version_bytes) {
+  channel_.check_usable("Vault");
+  if (!engine::Regroup::possible(*memory_)) {
+    throw Error(ErrorKind::unsupported,
+                "Vault: groups that can regroup can have one: ranks in one domain of at most " +
+                    std::to_string(engine::Regroup::Traits::kSeats) + "; this group has " +
+                    std::to_string(size()) + " in " + std::to_string(domains_.count()),
+                {rank(), -1, "Vault", 0, 0, 0});
+  }
+  if (!vault_.expired()) refuse("Vault", "group", "one that has a vault", "one vault a group");
+  auto vault = make_host_vault(shared_from_this(), version_bytes);
+  vault_ = vault;
+  return vault;
 }
 
 void HostEngine::join(std::uint64_t ticket) {

@@ -93,6 +93,8 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   /// Defined by latency mode (latency/engine.cpp), which is built on this engine.
   std::shared_ptr<LatencyEngine> make_latency(const LatencyConfig& config) override;
 
+  std::shared_ptr<VaultEngine> make_vault(std::size_t version_bytes) override;
+
   Tensor empty(const Extents& shape, Dtype dtype) override;
   bool is_registered(const void* pointer) const override;
   void barrier() override;
@@ -122,6 +124,10 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   std::uint64_t epoch() const override { return epoch_.load(std::memory_order_relaxed); }
   /// Of a process that takes a lost rank's place, at once after creation: waits until it is in.
   void join(std::uint64_t ticket);
+  /// The newest committed step that this rank knows.
+  std::uint64_t step() const { return step_.load(std::memory_order_relaxed); }
+  /// A vault has the state of this step again, on all ranks: by the thread whose turn it is.
+  void go_on_from(std::uint64_t step);
   /// Throws Error(unsupported) when ranks were lost.
   void check_whole(const char* call) const;
 
@@ -152,7 +158,9 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   /// have room, growing the arenas together in between. Throws Error(mismatch) when ranks are in
   /// different calls and Error(exhausted) when a rank cannot take what comes; nothing has moved
   /// then and the group can go on.
-  void agree(const char* stage, StepMessage& head, const std::function<bool()>& prepare);
+  /// `sized_by`: the arguments that give the size of the regions.
+  void agree(const char* stage, StepMessage& head, const std::function<bool()>& prepare,
+             const char* sized_by = "rows, columns and max_recv_rows");
 
   /// Swaps `head`, and whether this rank's arguments can be: `invalid` says why not. Then this rank
   /// throws it and the others Error(mismatch) with its words; likewise when the calls differ.
@@ -201,6 +209,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   std::atomic<std::uint64_t> step_{0};   // committed; set by the thread whose turn it is
   mutable std::mutex latency_mutex_;
   std::vector<fabric::Segment> latency_segments_;
+  std::weak_ptr<VaultEngine> vault_{};
   std::atomic<std::uint64_t> exchange_ns_{0};
   std::uint64_t plans_ = 0;  // of the thread whose turn it is
   std::uint32_t exchanges_ = 0;
@@ -221,6 +230,10 @@ Received plan_and_dispatch(HostEngine& engine, const ConstTensorView& x,
                            const ConstTensorView& topk_idx, const DispatchOptions& options);
 Combined combine(HostEngine& engine, const ConstTensorView& rows, const Plan& plan,
                  const CombineOptions& options);
+
+/// vault.cpp.
+std::shared_ptr<VaultEngine> make_host_vault(std::shared_ptr<HostEngine> engine,
+                                             std::size_t version_bytes);
 
 class HostEngine::Call {
  public:

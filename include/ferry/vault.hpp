@@ -1,0 +1,75 @@
+// State that survives its rank: versions of tensors, kept in the memory of another rank.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "ferry/group.hpp"
+#include "ferry/tensor.hpp"
+
+namespace ferry {
+
+class VaultEngine;
+
+/// A tensor in a version. Parts of one key belong together, in the order in which they are put:
+/// for example the weights and the moments of one expert.
+struct VaultPart {
+  std::int64_t key = 0;
+  ConstTensorView tensor{};  ///< dense, in CPU memory
+  /// What `get` must say again, at most 103 characters; empty: dtype and shape of the tensor. For
+  /// elements that Ferry has no dtype for.
+  std::string type{};
+};
+
+/// Where a part goes.
+struct VaultTarget {
+  TensorView tensor{};
+  std::string type{};
+};
+
+/// Versions of the state of all ranks of a group. What a rank puts lies in the registered memory of
+/// the next rank of the view, which keeps it when the rank dies. On all ranks:
+///
+///   1. `recover` once at first, and after each `Group::regroup`, also in a process that joined. It
+///      says which version all have whole; each rank takes its tensors from there with `get`.
+///   2. After `Group::commit(s)`, and when the tensors are those of step s: `put(s, …)`, on all
+///      ranks at the same steps, as often as the program wants.
+///
+/// A rank that dies while it puts leaves the version before, on all ranks alike. Two versions of
+/// each rank are kept: 2 · version_bytes, rounded up to 64, + 64 bytes of registered memory on each
+/// rank, and as much again on the keeper of a lost rank as long as its state is kept. The memory
+/// grows if need be. A rank that dies together with the one that keeps its state takes it along.
+/// One vault a group. Where groups can regroup: others are Error(unsupported).
+class Vault {
+ public:
+  /// Not collective. `version_bytes`: the most that one rank puts (`bytes_of`), the same on all.
+  Vault(Group& group, std::size_t version_bytes);
+
+  /// Collective. The newest step for which all ranks, those lost since too, have put all they had;
+  /// from here on it is the group's committed step. Nothing: there is none. The state of a rank
+  /// that is lost is kept for those that put it from now on; it goes with the second version after
+  /// this.
+  std::optional<std::uint64_t> recover();
+  /// The keys of the version that `recover` named, of all ranks, ascending.
+  std::vector<std::int64_t> keys() const;
+  /// Copies the parts of a key of that version, whichever rank put them; this rank's own first,
+  /// else the lowest's. Not collective; between `recover` and this rank's next `commit`. Throws
+  /// Error(invalid_argument) unless there are as many tensors as parts, of their types and sizes.
+  void get(std::int64_t key, std::span<const VaultTarget> into) const;
+  /// Copies the tensors to the rank that keeps them: one pass over their bytes. Not collective, and
+  /// waits for nobody. `step` is the one that was committed last, or 0 before any. Throws
+  /// Error(exhausted) when they are more than version_bytes.
+  void put(std::uint64_t step, std::span<const VaultPart> parts);
+
+  /// Of a version with these parts: 64 + Σ (128 + bytes rounded up to 64).
+  static std::size_t bytes_of(std::span<const VaultPart> parts);
+
+ private:
+  std::shared_ptr<VaultEngine> engine_;
+};
+
+}  // namespace ferry

@@ -1,0 +1,110 @@
+"""State that survives its rank: versions of tensors, kept in the memory of another rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ferry import _ferry
+from ferry.arguments import INT64_MAX, UINT64_MAX, describe, instance, integer, refuse
+from ferry.group import Group
+from ferry.tensors import view
+
+
+def _bytes_of(name: str, tensor: Any, writable: bool) -> tuple[_ferry.View, str]:
+    """The bytes of a dense tensor of any dtype as u8, and its dtype and shape in words."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        if not tensor.is_contiguous():
+            refuse(name, f"strides {tuple(tensor.stride())}", "a contiguous tensor")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        plain = tensor.detach().reshape(-1).view(torch.uint8)
+    else:
+        numpy = sys.modules.get("numpy")
+        if numpy is None or not isinstance(tensor, numpy.ndarray):
+            refuse(name, describe(tensor), "an array of NumPy or torch")
+        if not tensor.flags.c_contiguous:
+            refuse(name, f"strides {tensor.strides}", "a contiguous array")
+        if tensor.dtype.hasobject:
+            refuse(name, f"dtype {tensor.dtype}", "elements that are plain bytes")
+        dtype = tensor.dtype.name
+        plain = tensor.reshape(-1).view(numpy.uint8)
+    raw, _ = view(name, plain, None, writable)
+    return raw, f"{dtype}{list(tensor.shape)}"
+
+
+def _parts(call: str, key: Any, tensors: Any, writable: bool = False) -> list[_ferry.VaultPart]:
+    number = integer(f"{call}: key", key, -INT64_MAX, INT64_MAX)
+    several = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    return [
+        _ferry.VaultPart(number, *_bytes_of(f"{call}: key {number}, tensor {i}", each, writable))
+        for i, each in enumerate(several)
+    ]
+
+
+def _all_parts(call: str, tensors: Any) -> list[_ferry.VaultPart]:
+    if not isinstance(tensors, Mapping):
+        refuse(f"{call}: tensors", describe(tensors), "a dict from keys to tensors")
+    return [part for key, each in tensors.items() for part in _parts(call, key, each)]
+
+
+class Vault:
+    """Versions of the state of all ranks of a group. What a rank puts lies in the registered memory
+    of the next rank of the view, which keeps it when the rank dies. On all ranks:
+
+    1. `recover` once at first, and after each `Group.regroup`, also in a process that joined. It
+       says which version all have whole; each rank takes its tensors from there with `get`.
+    2. After `Group.commit(s)`, and when the tensors are those of step s: `put(s, ...)`, on all
+       ranks at the same steps, as often as the program wants.
+
+    A rank that dies while it puts leaves the version before, on all ranks alike. Two versions of
+    each rank are kept: 2 * version_bytes, rounded up to 64, + 64 bytes of registered memory on each
+    rank, and as much again on the keeper of a lost rank as long as its state is kept. The memory
+    grows if need be. A rank that dies together with the one that keeps its state takes it along.
+
+    Tensors are arrays of NumPy or torch in CPU memory, of any dtype, contiguous. One vault a group,
+    and where groups can `regroup`: others raise `UnsupportedError`.
+
+    Args:
+        version_bytes: the most that one rank puts, by `bytes_of`; the same on all ranks.
+    """
+
+    def __init__(self, group: Group, version_bytes: int) -> None:
+        group = instance("Vault: group", group, Group, "a ferry.Group")
+        self._raw = _ferry.Vault(
+            group._raw, integer("Vault: version_bytes", version_bytes, 0, INT64_MAX)
+        )
+
+    @staticmethod
+    def bytes_of(tensors: Mapping[int, Any]) -> int:
+        """Of a version: 64 + the sum of 128 + its bytes, rounded up to 64, of each tensor."""
+        return _ferry.Vault.bytes_of(_all_parts("bytes_of", tensors))
+
+    def recover(self) -> int | None:
+        """Collective. The newest step for which all ranks, those lost since too, have put all they
+        had; from here on it is the group's committed step. None: there is none. What a lost rank
+        had put is kept until those that are left have put two versions."""
+        return self._raw.recover()
+
+    def keys(self) -> list[int]:
+        """The keys of the version that `recover` named, of all ranks, ascending."""
+        return self._raw.keys()
+
+    def get(self, key: int, out: Any | Sequence[Any]) -> None:
+        """Copies the tensors of a key of that version into `out`, one or a list, whichever rank has
+        put them; this rank's own first, else the lowest's. Not collective; between `recover` and
+        this rank's next `commit`. Raises `InvalidArgumentError` unless they are as many, of the
+        same dtypes and shapes."""
+        number = integer("get: key", key, -INT64_MAX, INT64_MAX)
+        self._raw.get(number, _parts("get", number, out, True))
+
+    def put(self, step: int, tensors: Mapping[int, Any]) -> None:
+        """Copies tensors to the rank that keeps them: one pass over their bytes. Not collective,
+        and waits for nobody.
+
+        step: the one that was committed last, or 0 before any. tensors: from keys to a tensor or a
+        list of them, for example {expert: [weights, momentum]}. Raises `ExhaustedError` when they
+        are more than version_bytes.
+        """
+        self._raw.put(integer("put: step", step, 0, UINT64_MAX), _all_parts("put", tensors))
