@@ -2,9 +2,9 @@
 
     ferry run --elastic 2:4 --restarts 3 -- python examples/elastic_training/train.py
 
-Kill a rank (`kill -9`, or --kill RANK:STEP): the others go on within milliseconds, and the process
-that takes its place gets its experts from ranks that hold copies of them. The losses are those of
-a run in which nobody dies.
+Kill a rank (`kill -9`, or --kill RANK:STEP): the others go on within milliseconds, with its experts
+as it had put them into the vault, and the process that takes its place gets experts from there,
+too. The losses are those of a run in which nobody dies.
 """
 
 from __future__ import annotations
@@ -33,19 +33,15 @@ class Trainer:
         )
         self.placement = ferry.ExpertPlacement(experts=EXPERTS, ranks=self.boot.size, slots=SLOTS)
         self.sums: ferry.Collectives | None = None
-        self.step = self.group.view().step  # that the weights are of
+        self.step = 0  # that the weights are of
         self.weights: dict[int, np.ndarray] = {}
         self.pending: np.ndarray | None = None
-        if not self.boot.joins:  # everybody begins with the same
-            first = np.random.default_rng(1).normal(size=(EXPERTS, HIDDEN))
-            self.weights = {expert: first[expert] for expert in range(EXPERTS)}
+        most = {slot: np.empty(HIDDEN) for slot in range(SLOTS)}
+        self.vault = ferry.Vault(self.group, ferry.Vault.bytes_of(most))
 
     def settle(self, view: ferry.GroupView) -> None:
-        """After a change: applies what was committed, and fetches the experts that are new here."""
-        if self.pending is not None and view.step > self.step:
-            self.apply()
-        self.pending = None
-        self.step = view.step
+        """At the beginning and after a change: the newest weights that all have put, of the experts
+        that this rank now has."""
         # Collectives have no regroup: those of each epoch meet at a port of their own.
         self.sums = ferry.Collectives(
             ferry.tcp(
@@ -58,28 +54,20 @@ class Trainer:
             deadline=self.deadline,
             memory_bytes=1 << 20,
         )
-        has = np.array([expert in self.weights for expert in range(EXPERTS)], np.int32)
-        all_have = np.empty((len(view.ranks), EXPERTS), np.int32)
-        self.sums.all_gather(has, all_have)
+        step = self.vault.recover()
         self.placement = ferry.ExpertPlacement(experts=EXPERTS, ranks=self.group.size, slots=SLOTS)
-        self.placement.balance(view.ranks, copies=2)
-        held = [set(self.placement.held_by(rank)) - {-1} for rank in view.ranks]
-        for expert in range(EXPERTS):
-            holders = np.flatnonzero(all_have[:, expert])
-            if len(holders) == 0:
-                raise SystemExit(f"all copies of expert {expert} are lost: start from a checkpoint")
-            for place, wants in enumerate(held):
-                if expert in wants and not all_have[place, expert]:
-                    self.hand_over(expert, int(holders[0]), place)
-        mine = held[self.sums.rank]
-        self.weights = {expert: self.weights[expert] for expert in sorted(mine)}
-
-    def hand_over(self, expert: int, source: int, target: int) -> None:
-        if self.sums.rank == source:
-            self.sums.send(self.weights[expert].view(np.int64), target)
-        elif self.sums.rank == target:
-            self.weights[expert] = np.empty(HIDDEN)
-            self.sums.recv(self.weights[expert].view(np.int64), source)
+        self.placement.balance(view.ranks)
+        mine = sorted(set(self.placement.held_by(self.group.rank)) - {-1})
+        if step is None:  # everybody begins with the same
+            first = np.random.default_rng(1).normal(size=(EXPERTS, HIDDEN))
+            self.weights = {expert: first[expert] for expert in mine}
+            self.step = 0
+            self.vault.put(0, self.weights)
+            return
+        self.weights = {expert: np.empty(HIDDEN) for expert in mine}
+        for expert, weight in self.weights.items():
+            self.vault.get(expert, weight)
+        self.step = step
 
     def gradients(self, step: int) -> float:
         """The loss; leaves the gradients of all experts in `pending`."""
@@ -123,39 +111,65 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0, help="that a step takes at least")
     parser.add_argument("--until-whole", action="store_true", help="then on, until all are back")
     parser.add_argument("--deadline", type=float, default=20.0)
-    parser.add_argument("--kill", action="append", default=[], metavar="RANK:STEP")
+    parser.add_argument(
+        "--kill",
+        action="append",
+        default=[],
+        metavar="RANK:STEP",
+        help="at this step; +STEP: so many after all were back",
+    )
     given = parser.parse_args()
     trainer = Trainer(given.deadline)
-    losses: dict[int, float] = {}
     view = trainer.group.view()
     changed = True
+    was_lost = trainer.boot.joins
+    whole_at: int | None = None  # the step at which all were back
+    newest = began = longest_gap = 0  # steps begun for one new step
 
     def more() -> bool:  # the same on all ranks
-        missing = len(view.ranks) < trainer.group.size
-        return trainer.step < given.steps or (given.until_whole and missing)
+        if given.until_whole and whole_at is None:
+            return True
+        return trainer.step < max(given.steps, (whole_at or 0) + 20 * given.until_whole)
+
+    def is_killed(step: int) -> bool:
+        names = {f"{trainer.group.rank}:{step}"} if not trainer.boot.joins else set()
+        if whole_at is not None:
+            names.add(f"{trainer.group.rank}:+{step - whole_at}")
+        return not names.isdisjoint(given.kill)
 
     while changed or more():
         try:
             if changed:
                 trainer.settle(view)
                 changed = False
+                was_lost = was_lost or bool(view.lost or view.joined)
+                if whole_at is None and was_lost and len(view.ranks) == trainer.group.size:
+                    whole_at = trainer.step
                 continue
             step = trainer.step + 1
-            if f"{trainer.group.rank}:{step}" in given.kill and not trainer.boot.joins:
+            if is_killed(step):
                 os.kill(os.getpid(), signal.SIGKILL)
-            losses[step] = trainer.gradients(step)
+            began += 1
+            loss = trainer.gradients(step)
             time.sleep(given.seconds)
             one_waits = trainer.group.commit(step)
             trainer.apply()
+            trainer.vault.put(step, trainer.weights)
+            if step > newest:
+                newest, longest_gap, began = step, max(longest_gap, began), 0
             if trainer.group.rank == view.ranks[0]:
-                print(f"step {step} ranks {len(view.ranks)} loss {losses[step]!r}", flush=True)
+                print(f"step {step} ranks {len(view.ranks)} loss {loss!r}", flush=True)
             if one_waits and more():
                 view, changed = trainer.group.regroup(), True
-        except LOSSES as loss:
-            print(f"rank {trainer.group.rank}: {loss}", flush=True)
+        except LOSSES as loss_of_a_rank:
+            print(f"rank {trainer.group.rank}: {loss_of_a_rank}", flush=True)
             view, changed = trainer.group.regroup(), True
             print(f"rank {trainer.group.rank}: {view}", flush=True)
-    print(f"rank {trainer.group.rank}: ends at step {trainer.step}, ranks {view.ranks}", flush=True)
+    print(
+        f"rank {trainer.group.rank}: ends at step {trainer.step}, ranks {view.ranks}, "
+        f"longest gap {longest_gap} steps",
+        flush=True,
+    )
     trainer.group.barrier()
 
 

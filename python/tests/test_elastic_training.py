@@ -12,18 +12,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "examples" / "elastic_training" / "train.py"
-STEPS = 60
 LINE = re.compile(r"\[(\d+)\] step (\d+) ranks (\d+) loss (\S+)")
 
 
-def train(*arguments: str) -> tuple[dict[int, float], list[int], str]:
+def train(ranks: str, restarts: int, *arguments: str) -> tuple[dict[int, float], list[int], str]:
     """The losses by step, the ranks after each line, and what the launcher said."""
     ferry = shutil.which("ferry", path=str(Path(sys.executable).parent))
     if ferry is None:
         pytest.skip("the command `ferry` is not installed: make package")
-    command = [ferry, "run", "--elastic", "2:4", "--restarts", "4", "--", sys.executable]
+    command = [ferry, "run", "--elastic", ranks, "--restarts", str(restarts), "--", sys.executable]
     done = subprocess.run(
-        [*command, str(PROGRAM), "--steps", str(STEPS), *arguments],
+        [*command, str(PROGRAM), *arguments],
         capture_output=True,
         text=True,
         timeout=240,
@@ -31,26 +30,28 @@ def train(*arguments: str) -> tuple[dict[int, float], list[int], str]:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     losses: dict[int, float] = {}
-    ranks: list[int] = []
+    counts: list[int] = []
     for _, step, count, loss in LINE.findall(done.stdout):
         losses[int(step)] = float(loss)
-        ranks.append(int(count))
-    return losses, ranks, done.stdout + done.stderr
+        if counts[-1:] != [int(count)]:
+            counts.append(int(count))
+    return losses, counts, done.stdout + done.stderr
 
 
-def test_the_losses_are_those_of_a_run_in_which_nobody_dies() -> None:
-    undisturbed, ranks, _ = train()
-    assert sorted(undisturbed) == list(range(1, STEPS + 1))
-    assert set(ranks) == {4}
-    losses, ranks, said = train("--until-whole", "--kill", "0:10", "--kill", "2:30")
-    assert said.count("takes its place") == 2, said
-    assert 3 in ranks, said
-    assert said.count("ranks [0, 1, 2, 3]") == 4, said  # at the end, of each
+def test_8_ranks_become_4_8_and_6_and_the_losses_are_those_of_two() -> None:
+    kills = ["0:10", "2:10", "5:10", "7:10", "1:+5", "4:+5"]
+    options = [word for kill in kills for word in ("--kill", kill)]
+    losses, counts, said = train("2:8", 4, "--until-whole", "--seconds", "0.01", *options)
+    assert said.count("takes its place") == 4, said
+    assert (counts[0], min(counts), counts.count(8), counts[-1]) == (8, 4, 2, 6), said
+    gaps = re.findall(r"ranks \[0, 2, 3, 5, 6, 7\], longest gap (\d+) steps", said)
+    assert len(gaps) == 6, said  # at the end, of each
+    assert max(map(int, gaps)) <= 3, said
+    undisturbed, _, _ = train("2:2", 0, "--steps", str(max(losses)))
     # A rank that died may have been the one that had the last word about a step.
-    common = losses.keys() & undisturbed.keys()
-    assert len(common) >= STEPS - 2, said
-    for step in common:
-        assert losses[step] == pytest.approx(undisturbed[step], rel=1e-12), step
+    assert len(losses) >= max(losses) - 3, said
+    for step, loss in losses.items():
+        assert loss == pytest.approx(undisturbed[step], rel=1e-12), step
 
 
 LATE = """

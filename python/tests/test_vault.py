@@ -1,0 +1,98 @@
+"""Versions of tensors that are kept for ranks that are lost. Killed ranks: tests/reliability, and
+test_elastic_training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_threads import run_ranks, run_threads
+
+import ferry
+
+
+def state(rank: int, step: int, torch: Any) -> list[Any]:
+    """A tensor of every kind that an optimizer has."""
+    return [
+        np.full((3, 5), 10 * rank + step, np.float64),
+        np.array(step, np.int16),
+        np.zeros((0, 4), np.float32),
+        torch.full((2, 2, 2, 2), 10.0 * rank + step, dtype=torch.bfloat16),
+        torch.nn.Parameter(torch.full((7,), 10.0 * rank + step)),
+        torch.tensor([True, False, True]),
+    ]
+
+
+def test_a_rank_that_left_is_there_for_the_others() -> None:
+    torch = pytest.importorskip("torch")
+    bootstraps = ferry.threads(3)
+
+    def rank(number: int) -> None:
+        group = ferry.Group(bootstraps[number], experts=3, deadline=20, memory_bytes=1 << 20)
+        vault = ferry.Vault(group, ferry.Vault.bytes_of({number: state(number, 0, torch)}))
+        assert vault.recover() is None
+        assert vault.keys() == []
+        vault.put(0, {number: state(number, 0, torch)})
+        group.commit(1)
+        vault.put(1, {number: state(number, 1, torch)})
+        group.barrier()
+        if number == 1:
+            group.destroy()
+            return
+        with pytest.raises(ferry.PeerLeftError, match="rank 1"):
+            group.barrier()
+        group.regroup()
+        assert vault.recover() == 1
+        assert vault.keys() == [0, 1, 2]
+        for key in range(3):
+            out = state(7, 7, torch)
+            vault.get(key, out)
+            for got, put in zip(out, state(key, 1, torch), strict=True):
+                assert (got == put).all(), key
+        with pytest.raises(ferry.InvalidArgumentError, match=r"tensor 0: got float32.*float64"):
+            vault.get(0, [np.empty((3, 5), np.float32), *out[1:]])
+        group.barrier()
+        group.destroy()
+
+    run_threads(3, rank)
+
+
+def test_bad_arguments_are_refused() -> None:
+    def body(group: ferry.Group) -> None:
+        x = np.zeros((4, 4), np.float32)
+        for group_of in (None, group._raw):
+            with pytest.raises(ferry.InvalidArgumentError, match="Vault: group"):
+                ferry.Vault(group_of, 1)  # type: ignore[arg-type]
+        with pytest.raises(ferry.InvalidArgumentError, match="Vault: version_bytes"):
+            ferry.Vault(group, -1)
+        vault = ferry.Vault(group, ferry.Vault.bytes_of({0: x}))
+        vault.recover()
+        for wrong, words in (
+            ([x], "expected a dict"),
+            ({"w": x}, "put: key"),
+            ({0: "x"}, "key 0, tensor 0: got .*NumPy or torch"),
+            ({0: x.T[1:]}, "key 0, tensor 0: got strides"),
+            ({0: np.array([None])}, "key 0, tensor 0: got dtype object"),
+        ):
+            with pytest.raises(ferry.InvalidArgumentError, match=words):
+                vault.put(0, wrong)  # type: ignore[arg-type]
+        with pytest.raises(ferry.ExhaustedError, match="version_bytes"):
+            vault.put(0, {0: [x, x]})
+        with pytest.raises(ferry.InvalidArgumentError, match="put: step"):
+            vault.put(-1, {})
+        vault.put(0, {0: x})
+        assert vault.recover() == 0
+        x.flags.writeable = False
+        with pytest.raises(ferry.InvalidArgumentError, match=r"get: key 0, tensor 0.*read"):
+            vault.get(0, x)
+
+    run_ranks(1, body)
+
+
+def test_groups_that_cannot_regroup_have_none() -> None:
+    def body(group: ferry.Group) -> None:
+        with pytest.raises(ferry.UnsupportedError, match="Vault"):
+            ferry.Vault(group, 64)
+
+    run_ranks(2, body, domain_size=1, network="sim")
