@@ -105,7 +105,10 @@ endfunction()
 
 # A program of GoogleTest, or with NO_GTEST a plain one.
 function(ferry_add_test_program name)
-  cmake_parse_arguments(ARG "NO_GTEST" "" "SOURCES;DEPENDS" ${ARGN})
+  cmake_parse_arguments(ARG "NO_GTEST" "" "SOURCES;POSIX_SOURCES;DEPENDS" ${ARGN})
+  if(NOT WIN32)
+    list(APPEND ARG_SOURCES ${ARG_POSIX_SOURCES})
+  endif()
   add_executable(${name} ${ARG_SOURCES})
   target_link_libraries(${name} PRIVATE ferry_options ${ARG_DEPENDS})
   if(NOT ARG_NO_GTEST)
@@ -133,12 +136,16 @@ endfunction()
 
 # ferry_add_test(number_test SOURCES number_test.cpp DEPENDS ferry_core [LABELS core] [TIMEOUT 60]
 #   [NO_GTEST] [COST 100])
-# A program registered with CTest. Does nothing when tests are off.
+# A program registered with CTest. Does nothing when tests are off. POSIX_SOURCES: not for Windows;
+# POSIX_FILES of ferry_add_tests likewise.
 function(ferry_add_test name)
   if(NOT FERRY_TESTS)
     return()
   endif()
   cmake_parse_arguments(ARG "" "TIMEOUT;COST" "LABELS;ARGS" ${ARGN})
+  if(WIN32 AND NOT "SOURCES" IN_LIST ARG_UNPARSED_ARGUMENTS)
+    return()
+  endif()
   ferry_add_test_program(${name} ${ARG_UNPARSED_ARGUMENTS})
   ferry_register_test(${name} COMMAND $<TARGET_FILE:${name}> ${ARG_ARGS}
     LABELS "${ARG_LABELS}" TIMEOUT "${ARG_TIMEOUT}" COST "${ARG_COST}")
@@ -152,7 +159,10 @@ function(ferry_add_tests program)
   if(NOT FERRY_TESTS)
     return()
   endif()
-  cmake_parse_arguments(ARG "" "PREFIX;TIMEOUT" "FILES;SOURCES;DEPENDS;LABELS" ${ARGN})
+  cmake_parse_arguments(ARG "" "PREFIX;TIMEOUT" "FILES;POSIX_FILES;SOURCES;DEPENDS;LABELS" ${ARGN})
+  if(NOT WIN32)
+    list(APPEND ARG_FILES ${ARG_POSIX_FILES})
+  endif()
   ferry_add_test_program(${program} DEPENDS ${ARG_DEPENDS}
     SOURCES ${PROJECT_SOURCE_DIR}/cmake/test_main.cpp ${ARG_FILES} ${ARG_SOURCES})
   foreach(file IN LISTS ARG_FILES)

@@ -5,7 +5,7 @@ set(CMAKE_SYSTEM_PROCESSOR x86_64)
 set(CMAKE_C_COMPILER x86_64-w64-mingw32-gcc-posix)  # GoogleTest asks for one
 set(CMAKE_CXX_COMPILER x86_64-w64-mingw32-g++-posix)
 set(CMAKE_RC_COMPILER x86_64-w64-mingw32-windres)
-find_program(FERRY_WINE NAMES wine64 wine wine64-stable wine-stable PATHS /usr/lib/wine)
+find_program(FERRY_WINE NAMES wine64 wine PATHS /usr/lib/wine)
 set(CMAKE_CROSSCOMPILING_EMULATOR ${FERRY_WINE})
 # No DLL beside a program.
 set(CMAKE_EXE_LINKER_FLAGS_INIT -static)

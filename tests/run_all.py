@@ -25,7 +25,7 @@ from stages import STAGES, CannotRunError, set_kernel_options
 from steps import IN_CI, LOGS, USED, Result, say, stop_all
 
 LIMIT_S = 30 * 60  # of the whole, on two cores of CI
-ON_DEMAND = ("conformance",)
+ON_DEMAND = ("conformance", "windows")
 BUILD_NICE = 15
 
 

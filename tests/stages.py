@@ -95,6 +95,47 @@ def test_arm64() -> Result:
     return Result() if is_arm64() else ctest("arm64")
 
 
+WINE = "/usr/lib/wine/wine64"  # Debian's wine64 without the package of 32-bit programs
+
+
+def find_wine() -> str | None:
+    return shutil.which("wine64") or shutil.which("wine") or shutil.which(WINE)
+
+
+def build_windows() -> Result:
+    missing = [] if shutil.which("x86_64-w64-mingw32-g++-posix") else ["mingw-w64's g++"]
+    missing += [] if find_wine() else ["wine64"]
+    if missing:
+        raise CannotRunError(f"{' and '.join(missing)} not found (tools/setup/install.sh windows)")
+    parts = [f"src/{name}/all" for name in ("base", "core", "protocol", "fabric", "bootstrap")]
+    programs = ("conformance_test", "reliability_spawned_test", "examples/all")
+    return build("windows", targets=("ferry_library", *parts, *programs))
+
+
+def test_windows() -> Result:
+    """Under wine. The processes of a job, which `ferry run` would start, are started here."""
+    result = ctest("windows", "-j", "1")
+    rank_of = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "FERRY_PORT": "29467"}
+    wine = {"WINEPREFIX": str(ROOT / "build/windows/wine"), "WINEDEBUG": "-all"}
+    program = ROOT / "build/windows/examples/hello_processes.exe"
+    ranks = [
+        subprocess.Popen(
+            [find_wine(), program],
+            env={**os.environ, **wine, **rank_of, "RANK": str(rank), "FERRY_SECRET": "of wine"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    well = all("over shm" in text and " 0 values wrong" in text for text in said)
+    result.step(
+        well and not any(rank.returncode for rank in ranks), "hello_processes of four ranks"
+    )
+    result.passed += well
+    return result
+
+
 def find_nvcc() -> str:
     """The path of nvcc; taken from the Python index where the machine has none."""
     found = subprocess.run(
@@ -251,6 +292,7 @@ STAGES: dict[str, Stage] = {
     "asan": Stage(partial(build_sanitizer, "asan"), partial(test_sanitizer, "asan")),
     "tsan": Stage(partial(build_sanitizer, "tsan"), partial(test_sanitizer, "tsan")),
     "arm64": Stage(build_arm64, test_arm64),
+    "windows": Stage(build_windows, test_windows),
     "fuzz": Stage(build_fuzz, test_fuzz),
     "cuda": Stage(build_cuda, test_cuda),
     "lint": Stage(check_lint),

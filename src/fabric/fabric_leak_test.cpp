@@ -33,7 +33,7 @@ Usage usage() {
   return {entries("/proc/self/fd", visible), lines, entries("/proc/self/task", visible),
           entries("/dev/shm", [](const char* name) {
             const auto owner = owner_of(name);
-            return owner && owner->pid == getpid();
+            return owner && owner->pid == process_id();
           })};
 }
 

@@ -1,33 +1,18 @@
 #include "fleet.hpp"
 
-#include <malloc.h>
-#include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
-#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <new>
 #include <stdexcept>
 #include <thread>
 
 #include "device.hpp"
-
-// There under the address sanitizer, which otherwise looks at exit() alone.
-extern "C" int __lsan_do_recoverable_leak_check() __attribute__((weak));
+#include "fleet_board.hpp"
 
 namespace ferry::conformance {
 namespace {
-
-constexpr int kMaxRanks = 16;
-constexpr int kMaxFailures = 20;
-constexpr std::size_t kTextBytes = 1400;
-constexpr std::size_t kGatherBytes = 16384;
 
 std::int64_t now_ms() {
   return std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -36,35 +21,6 @@ std::int64_t now_ms() {
 }
 
 }  // namespace
-
-/// Lies in memory that forked ranks share.
-struct Board {
-  struct Progress {
-    std::atomic<std::int64_t> since_ms{0};
-    std::atomic<bool> ended{false};
-    char what[kTextBytes]{};
-  };
-  struct Gather {
-    std::atomic<std::uint64_t> posted{0};
-    std::uint32_t bytes[2]{};
-    std::byte data[2][kGatherBytes]{};
-  };
-  Progress progress[kMaxRanks];
-  Gather gather[kMaxRanks];
-  Gather left[kMaxRanks];  // of the ranks that are left when one is gone
-  std::atomic<int> failures{0};
-  char failure[kMaxFailures][kTextBytes]{};
-
-  void fail(int rank, const std::string& text) {
-    const int slot = failures.fetch_add(1);
-    if (slot >= kMaxFailures) return;
-    const std::string line =
-        "rank " + std::to_string(rank) + ": " + text + "\n    in: " + progress[rank].what;
-    std::strncpy(failure[slot], line.c_str(), kTextBytes - 1);
-  }
-};
-
-namespace {
 
 /// All-gather over the board: two slots a rank, so that a slot is free again when everybody has
 /// posted the next one.
@@ -103,7 +59,6 @@ void run_rank(Rank& rank, Board& board, const std::function<void(Rank&)>& body) 
   board.progress[rank.rank()].ended = true;
 }
 
-/// The rank that has not said anything for too long, or -1.
 int stuck(const Board& board, const Fleet& fleet) {
   const std::int64_t limit = std::chrono::milliseconds(fleet.deadline).count();
   for (int r = 0; r < fleet.ranks; ++r) {
@@ -138,80 +93,6 @@ void run_threads(Board& board, const Fleet& fleet, const std::function<void(Rank
   for (std::thread& thread : threads) thread.join();
 }
 
-[[noreturn]] void child(Board& board, const Fleet& fleet, int r,
-                        const std::function<void(Rank&)>& body) {
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  {
-    Rank rank(board, r, fleet.ranks, fleet.wires,
-              custom_bootstrap(r, fleet.ranks, gather_on(board.gather, r, fleet.ranks)),
-              device_of(fleet, r));
-    run_rank(rank, board, body);
-  }
-  if (__lsan_do_recoverable_leak_check != nullptr && __lsan_do_recoverable_leak_check() != 0) {
-    board.fail(r, "its process leaks memory");
-  }
-  std::fflush(nullptr);
-  _exit(0);
-}
-
-void run_processes(Board& board, const Fleet& fleet, const std::function<void(Rank&)>& body) {
-  std::fflush(nullptr);
-  std::vector<pid_t> children;
-  for (int r = 0; r < fleet.ranks; ++r) {
-    const pid_t pid = fork();
-    if (pid == 0) child(board, fleet, r, body);
-    if (pid < 0) board.fail(r, "could not be forked");
-    children.push_back(pid);
-  }
-  int left = static_cast<int>(
-      std::count_if(children.begin(), children.end(), [](pid_t pid) { return pid > 0; }));
-  bool killed = false;
-  for (int n = 0; left > 0; ++n) {
-    std::this_thread::sleep_for(std::chrono::microseconds(n < 100 ? 200 : 2000));
-    for (int r = 0; r < fleet.ranks; ++r) {
-      pid_t& pid = children[static_cast<std::size_t>(r)];
-      int status = 0;
-      if (pid <= 0 || waitpid(pid, &status, WNOHANG) != pid) continue;
-      pid = 0;
-      --left;
-      if (killed || (WIFEXITED(status) && WEXITSTATUS(status) == 0)) continue;
-      if (r == fleet.victim && WIFSIGNALED(status)) {
-        board.progress[r].ended = true;
-        continue;
-      }
-      board.fail(r, WIFSIGNALED(status)
-                        ? "its process was ended by signal " + std::to_string(WTERMSIG(status))
-                        : "its process exited with " + std::to_string(WEXITSTATUS(status)));
-    }
-    const int rank = killed ? -1 : stuck(board, fleet);
-    if (rank < 0) continue;
-    board.fail(rank, "HANGS");
-    killed = true;
-    for (const pid_t pid : children) {
-      if (pid > 0) kill(pid, SIGKILL);
-    }
-  }
-}
-
-/// Threads in one child, which alone calls CUDA.
-void run_threads_in_child(Board& board, const Fleet& fleet,
-                          const std::function<void(Rank&)>& body) {
-  std::fflush(nullptr);
-  const pid_t pid = fork();
-  if (pid == 0) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    run_threads(board, fleet, body);
-    std::fflush(nullptr);
-    _exit(0);
-  }
-  int status = 0;
-  if (pid < 0 || waitpid(pid, &status, 0) != pid || status != 0) {
-    board.fail(0, "the process of all ranks ended with status " + std::to_string(status));
-  }
-}
-
-}  // namespace
-
 Rank Rank::without(int dead) const {
   const int rank = rank_ - (rank_ > dead ? 1 : 0);
   Rank left(board_, rank, size_ - 1, wires_,
@@ -235,6 +116,7 @@ int Rank::failures() const {
 }
 
 bool only_threads() {
+  if (!can_fork()) return true;
 #if defined(__SANITIZE_THREAD__)
   return true;
 #elif defined(__has_feature)
@@ -255,10 +137,7 @@ bool sanitized() {
 }
 
 std::vector<std::string> run_fleet(const Fleet& fleet, const std::function<void(Rank&)>& body) {
-  void* memory =
-      mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) return {"the board could not be mapped"};
-  Board* board = new (memory) Board;
+  const std::shared_ptr<Board> board = make_board();
   const FabricKind fabric = fleet.wires.fabric;
   if (fabric == FabricKind::shm || (fabric == FabricKind::ofi && !only_threads())) {
     run_processes(*board, fleet, body);
@@ -274,7 +153,6 @@ std::vector<std::string> run_fleet(const Fleet& fleet, const std::function<void(
   if (board->failures > kMaxFailures) {
     lines.push_back("and " + std::to_string(board->failures - kMaxFailures) + " more");
   }
-  munmap(memory, sizeof(Board));
   return lines;
 }
 

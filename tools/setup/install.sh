@@ -4,6 +4,7 @@
 #   tools/setup/install.sh demo    what `make demo` needs
 #   tools/setup/install.sh test    what `make test` needs (demo, and all that tests use)
 #   tools/setup/install.sh docs    what `make docs` needs
+#   tools/setup/install.sh windows what `make test STAGES=windows` needs besides
 #
 # It looks for the things themselves (commands, headers), not for packages, so it is quick when
 # all is there and works on any distribution. What is missing is installed with apt when we are
@@ -16,9 +17,9 @@ source "$here/probe.sh"
 
 profile=${1:-demo}
 case $profile in
-  demo | test | docs) ;;
+  demo | test | docs | windows) ;;
   *)
-    echo "install.sh: unknown profile '$profile'; expected demo, test or docs" >&2
+    echo "install.sh: unknown profile '$profile'; expected demo, test, docs or windows" >&2
     exit 2
     ;;
 esac

@@ -23,6 +23,9 @@ have_cxx() {
 
 have_cmake() { have cmake && at_least "$(cmake --version | sed -n '1s/.* //p')" 3.25; }
 
+# Debian's wine64 alone puts no command on the PATH.
+have_wine() { have wine64 || have wine || [[ -x /usr/lib/wine/wine64 ]]; }
+
 have_header() {
   have "$(cxx)" &&
     printf '#if !__has_include(<%s>)\n#error\n#endif\n' "$1" |
@@ -102,6 +105,11 @@ collect_missing() {
   need "fmt headers" "libfmt-dev" have_header fmt/format.h
   need "nlohmann-json headers" "nlohmann-json3-dev" have_header nlohmann/json.hpp
   need "yaml-cpp headers" "libyaml-cpp-dev" have_header yaml-cpp/yaml.h
+  if [[ $1 == windows ]]; then
+    need "GoogleTest" "libgtest-dev" have_header gtest/gtest.h
+    need "Windows cross compiler" "g++-mingw-w64-x86-64-posix" have x86_64-w64-mingw32-g++-posix
+    need "wine" "wine64" have_wine
+  fi
   if [[ $1 == docs || $1 == test ]]; then
     need "Doxygen" "doxygen" have doxygen
   fi

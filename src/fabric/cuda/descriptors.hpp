@@ -44,7 +44,7 @@ class DescriptorServer {
 
   UniqueDescriptor listener_;
   UniqueDescriptor stop_;
-  pid_t owner_pid_;
+  std::int64_t owner_pid_;
   std::mutex mutex_;
   std::map<SegmentId, int> offers_;
   std::vector<Client> clients_;  // of the thread

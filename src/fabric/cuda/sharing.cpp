@@ -101,7 +101,7 @@ Sharing::Sharing(DeviceDomain domain, std::shared_ptr<DeviceContext> context, De
 }
 
 Sharing::~Sharing() {
-  if (getpid() != owner_pid_) return;  // a forked child: the locks may be held for ever
+  if (process_id() != owner_pid_) return;  // a forked child: the locks may be held for ever
   Lent& all = lent();
   const std::lock_guard lock(all.mutex);
   std::erase_if(all.blocks, [this](const auto& entry) {
@@ -141,7 +141,7 @@ Sharing::Made Sharing::make(SegmentId segment, std::size_t bytes) {
 }
 
 void Sharing::seal(SegmentId segment) noexcept {
-  if (getpid() != owner_pid_) return;
+  if (process_id() != owner_pid_) return;
   if (server_) server_->withdraw(segment);
   descriptors_.erase(segment);
 }

@@ -60,7 +60,7 @@ class Sharing {
   DeviceDomain domain_;
   std::shared_ptr<DeviceContext> context_;
   DeviceWay way_;
-  pid_t owner_pid_ = getpid();
+  std::int64_t owner_pid_ = process_id();
   std::map<SegmentId, UniqueDescriptor> descriptors_;
   std::unique_ptr<DescriptorServer> server_;  // ends before the descriptors that it sends
 };

@@ -115,7 +115,15 @@ const std::shared_ptr<Memory>& Door::control() {
   return control_;
 }
 
-Doors::Doors(const JobKey& key, int self, int ranks) : key_(key), self_(self), ranks_(ranks) {}
+Doors::Doors(const JobKey& key, int self, int ranks) : key_(key), self_(self), ranks_(ranks) {
+  int error = 0;
+  if (list_sections(std::string(kObjectPrefix), error) || error != ENOTSUP) return;
+  throw Error(ErrorKind::unsupported,
+              "rank " + std::to_string(self) +
+                  ": elastic is set, but this system does not list shared memory, where joining "
+                  "processes would find the group; elastic groups need Linux",
+              {.rank = self, .peer = self});
+}
 
 std::vector<std::shared_ptr<Door>> Doors::list() {
   const ProcessName self = this_process();

@@ -19,7 +19,7 @@ GroupConfig replaceable(const std::string& name, std::chrono::nanoseconds deadli
   config.memory_bytes = 1 << 16;
   config.deadline = deadline;
   config.fabric = FabricKind::shm;
-  config.elastic = name + std::to_string(getpid());
+  config.elastic = name + std::to_string(process_id());
   return config;
 }
 

@@ -66,10 +66,15 @@ std::shared_ptr<void> shared_block(std::size_t bytes) {
   std::string flat = name;
   for (char& c : flat) c = c == '/' && &c != flat.data() ? '.' : c;
   SectionFailure failure;
-  Section section = own_turn() == 0
-                        ? make_section(flat, bytes, failure)
-                        : open_section(flat, bytes, Access::write, std::nullopt, failure);
-  if (section.data == nullptr) throw std::runtime_error("no memory to share with " + flat);
+  Section section;
+  if (own_turn() == 0) {
+    section = make_section(flat, bytes, failure);
+  } else {
+    section = open_section(flat, bytes, Access::write, std::nullopt, failure);
+    // The parent has done with it: this child's turn comes later.
+    if (section.data == nullptr) section.data = private_pages(bytes, 4096, failure.error);
+  }
+  if (section.data == nullptr) throw std::runtime_error("no memory to share: " + flat);
   return {section.data, [flat, bytes](void* block) {
             remove_section(flat);
             unmap_pages(static_cast<std::byte*>(block), bytes);
