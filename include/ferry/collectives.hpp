@@ -209,6 +209,17 @@ class Collectives {
   Event all_to_all(const ConstTensorView& x, std::span<const std::int64_t> to,
                    const TensorView& out, std::span<const std::int64_t> from,
                    const CollectiveOptions& options = {});
+  /// Collective, in one domain of CPUs. Copies of rows, as those of experts: x is [L, n], `out`
+  /// [C, n] of the same dtype, L and C the same on all ranks and at most 4096, and `table` too:
+  /// [R, C], row t % L of rank t / L goes to row c of `out` on rank r, where t = table[r, c]; -1:
+  /// the row stays as it is. Ranks read tensors in memory of `empty()`, and those of threads of one
+  /// process, where they lie.
+  Event copy_rows(const ConstTensorView& x, const TensorView& out,
+                  std::span<const std::int32_t> table, const CollectiveOptions& options = {});
+  /// Collective. The other way, for gradients of copies: x is f32 [C, n], `out` [L, n]. Rows of x
+  /// are added to those that the table names, in fp32, in ascending rank, then row.
+  Event add_rows(const ConstTensorView& x, const TensorView& out,
+                 std::span<const std::int32_t> table, const CollectiveOptions& options = {});
   /// Collective. Returns when every rank has called it.
   void barrier();
 

@@ -90,6 +90,22 @@ bool all_to_all_plain(const HeldCollectives& all, nb::handle x, nb::handle out) 
   return from && to;
 }
 
+HeldEvent copy_rows(const HeldCollectives& all, const View& x, const View& out,
+                    const std::vector<std::int32_t>& table, PythonStream* stream) {
+  const KeepUntilDone keep(stream, {&x, &out});
+  const CollectiveOptions options{stream_or_null(stream)};
+  return HeldEvent(
+      without_gil([&] { return all->copy_rows(x.read(), out.write(), table, options); }));
+}
+
+HeldEvent add_rows(const HeldCollectives& all, const View& x, const View& out,
+                   const std::vector<std::int32_t>& table, PythonStream* stream) {
+  const KeepUntilDone keep(stream, {&x, &out});
+  const CollectiveOptions options{stream_or_null(stream)};
+  return HeldEvent(
+      without_gil([&] { return all->add_rows(x.read(), out.write(), table, options); }));
+}
+
 /// Of a transfer: not `KeepUntilDone`, whose point of the stream would come between transfers.
 HeldEvent kept(PythonStream* stream, const View& x, Event end) {
   if (stream != nullptr) stream->keep({x}, end);
@@ -201,6 +217,10 @@ void bind_collectives(nb::module_& m) {
            nb::arg("num_sms"))
       .def("all_to_all", &all_to_all, nb::arg("x"), nb::arg("out"), nb::arg("to"), nb::arg("from_"),
            nb::arg("stream").none(), nb::arg("num_sms"))
+      .def("copy_rows", &copy_rows, nb::arg("x"), nb::arg("out"), nb::arg("table"),
+           nb::arg("stream").none())
+      .def("add_rows", &add_rows, nb::arg("x"), nb::arg("out"), nb::arg("table"),
+           nb::arg("stream").none())
       .def("send", &send, nb::arg("x"), nb::arg("peer"), nb::arg("tag"), nb::arg("stream").none())
       .def("recv", &recv, nb::arg("x"), nb::arg("peer"), nb::arg("tag"), nb::arg("stream").none())
       .def(

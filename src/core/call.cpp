@@ -23,6 +23,8 @@ const char* name_of(CallKind kind) {
     case CallKind::all_gather: return "all_gather";
     case CallKind::broadcast: return "broadcast";
     case CallKind::all_to_all: return "all_to_all";
+    case CallKind::copy_rows: return "copy_rows";
+    case CallKind::add_rows: return "add_rows";
     case CallKind::regroup: return "regroup";
     case CallKind::commit: return "commit";
     case CallKind::recover: return "recover";
@@ -98,13 +100,16 @@ void compare(FirstDifference& first, const LatencyTerms& theirs, const LatencyTe
       .of("masks", theirs.has_masks, mine.has_masks, kGiven);
 }
 
-void compare(FirstDifference& first, const CollectiveTerms& theirs, const CollectiveTerms& mine) {
+void compare(FirstDifference& first, CallKind kind, const CollectiveTerms& theirs,
+             const CollectiveTerms& mine) {
+  const bool table = kind == CallKind::copy_rows || kind == CallKind::add_rows;
   first.of("root", theirs.root, mine.root, kNumber)
       .of("format", theirs.format, mine.format, kName<ReduceFormat>)
       .of("op", theirs.op, mine.op, kName<ReduceOp>)
       .of("any_order", theirs.any_order, mine.any_order, kTruth)
       .of("counts", theirs.has_counts, mine.has_counts, kGiven)
-      .of("shares (as a hash)", theirs.shares_hash, mine.shares_hash, kNumber)
+      .of(table ? "the table (as a hash)" : "shares (as a hash)", theirs.shares_hash,
+          mine.shares_hash, kNumber)
       .of("algorithm", theirs.algorithm, mine.algorithm, kName<Algorithm>)
       .of("the algorithm chosen", theirs.chosen, mine.chosen, kName<Algorithm>)
       // Each algorithm has its own number.
@@ -129,7 +134,7 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
       .of(collective ? "the number of elements" : "hidden", theirs.elements, mine.elements,
           kNumber);
   if (collective) {
-    compare(first, theirs.collective, mine.collective);
+    compare(first, mine.kind, theirs.collective, mine.collective);
   } else if (mine.kind == CallKind::latency) {
     compare(first, theirs.latency, mine.latency);
   } else {

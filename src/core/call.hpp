@@ -24,6 +24,8 @@ enum class CallKind : std::uint32_t {
   all_gather,
   broadcast,
   all_to_all,
+  copy_rows,
+  add_rows,
   regroup,  ///< swaps nothing; for `CallWord`
   commit,
   recover,  ///< of a vault
@@ -77,7 +79,7 @@ struct CollectiveTerms {
   std::uint32_t chosen;       ///< the Algorithm chosen
   std::uint16_t any_order;    ///< of all_reduce
   std::uint16_t has_counts;   ///< of all_to_all on GPUs
-  std::uint64_t shares_hash;  ///< of all_reduce
+  std::uint64_t shares_hash;  ///< of all_reduce; of copy_rows and add_rows: of the table
 };
 
 /// Of Group::commit.

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/check.hpp"
+#include "core/collective_shares.hpp"
 
 namespace ferry {
 namespace {
@@ -188,6 +189,46 @@ BlockCounts equal_counts(const ConstTensorView& x, const ConstTensorView& out, i
   }
   const std::vector<std::int64_t> each(static_cast<std::size_t>(ranks), all / ranks);
   return {each, each, true};
+}
+
+RowTable checked_table(bool adds, const ConstTensorView& x, const ConstTensorView& out,
+                       std::span<const std::int32_t> table, int ranks, const Device& where) {
+  const std::string_view call = adds ? "add_rows" : "copy_rows";
+  check_pair(call, x, out, where);
+  for (const auto& [name, tensor] : {std::pair{"x", &x}, {"out", &out}}) {
+    if (tensor->shape.size() != 2 || tensor->shape[0] > kMostTableRows) {
+      refuse(call, name, "shape " + to_string(tensor->shape),
+             "[rows, columns], at most " + std::to_string(kMostTableRows) + " rows");
+    }
+  }
+  if (x.columns() != out.columns()) {
+    refuse(call, "out", std::to_string(out.columns()) + " columns",
+           std::to_string(x.columns()) + ", as of x");
+  }
+  if (adds && x.dtype != Dtype::f32) refuse(call, "x", "dtype " + dtype_text(x.dtype), "f32");
+  const std::int64_t rows = adds ? out.shape[0] : x.shape[0];
+  const std::int64_t slots = adds ? x.shape[0] : out.shape[0];
+  if (std::ssize(table) != ranks * slots) {
+    refuse(call, "table", std::to_string(table.size()) + " entries",
+           std::to_string(ranks) + " ranks times " + std::to_string(slots) + " slots");
+  }
+  RowTable made{.adds = adds};
+  for (std::int64_t place = 0; place < std::ssize(table); ++place) {
+    const std::int64_t row = table[static_cast<std::size_t>(place)];
+    if (row < -1 || row >= ranks * rows) {
+      refuse(call, "table", std::to_string(row),
+             "-1 … " + std::to_string(ranks * rows - 1) + ", rows of all ranks");
+    }
+    if (row < 0) continue;
+    const int owner = static_cast<int>(row / rows), holder = static_cast<int>(place / slots);
+    if (adds) {
+      made.moves.push_back({holder, place % slots, owner, row % rows});
+    } else {
+      made.moves.push_back({owner, row % rows, holder, place % slots});
+    }
+  }
+  made.hash = hash_of(table);
+  return made;
 }
 
 }  // namespace ferry

@@ -32,4 +32,10 @@ BlockCounts checked_counts(const ConstTensorView& x, std::span<const std::int64_
 BlockCounts equal_counts(const ConstTensorView& x, const ConstTensorView& out, int ranks,
                          const Device& where = {});
 
+/// Rows are that many at most.
+inline constexpr std::int64_t kMostTableRows = 4096;
+/// Of copy_rows, or of add_rows, where `adds`.
+RowTable checked_table(bool adds, const ConstTensorView& x, const ConstTensorView& out,
+                       std::span<const std::int32_t> table, int ranks, const Device& where = {});
+
 }  // namespace ferry

@@ -130,6 +130,19 @@ struct BlockCounts {
   bool equal = false;  ///< none were given
 };
 
+/// Rows that go from rank to rank; `add_rows` adds them up.
+struct RowTable {
+  struct Move {
+    int from;
+    std::int64_t row;  ///< of x
+    int to;
+    std::int64_t to_row;  ///< of out
+  };
+  bool adds = false;
+  std::uint64_t hash = 0;
+  std::vector<Move> moves{};  ///< of all ranks, in the order in which they are added
+};
+
 /// Arguments were checked as far as one rank can.
 class CollectivesEngine {
  public:
@@ -142,6 +155,13 @@ class CollectivesEngine {
   virtual Event broadcast(const TensorView& x, int root, const CollectiveOptions& options) = 0;
   virtual Event all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts,
                            const CollectiveOptions& options) = 0;
+  virtual Event move_rows(const ConstTensorView& /*x*/, const TensorView& /*out*/, RowTable table,
+                          const CollectiveOptions& /*options*/) {
+    throw Error(ErrorKind::unsupported,
+                std::string(table.adds ? "add_rows" : "copy_rows") +
+                    ": rows in GPU memory are not moved by a table yet; expected collectives with "
+                    "backend host");
+  }
   virtual Event send(const ConstTensorView& /*x*/, int /*peer*/, int /*tag*/,
                      const CollectiveOptions& /*options*/) {
     no_transfers("send");

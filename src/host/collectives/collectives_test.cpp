@@ -164,6 +164,102 @@ TEST(Collectives, AllToAllOfUnequalBlocks) {
   }
 }
 
+/// Row t % kRows of rank t / kRows.
+std::vector<std::int32_t> random_table(int ranks, std::int64_t slots, std::int64_t rows,
+                                       std::mt19937& random) {
+  std::vector<std::int32_t> table;
+  for (std::int64_t place = 0; place < ranks * slots; ++place) {
+    const auto all = static_cast<std::uint32_t>(ranks * rows);
+    table.push_back(static_cast<std::int32_t>(random() % (all + 1)) - 1);
+  }
+  return table;
+}
+
+// Copies and the sums of their gradients, in registered memory of all ranks, of some, of none; of
+// short rows, and of rows that take several rounds.
+TEST(Collectives, RowsByATable) {
+  constexpr std::int64_t kRows = 3, kSlots = 4;
+  for (const World& world : worlds()) {
+    if (world.domains().count() > 1 || world.brief) continue;
+    with_collectives(world, [&](Collectives& all) {
+      std::mt19937 random(17);
+      for (const std::int64_t columns : {1, 60'001}) {
+        for (const int registered : {0, 1, all.size()}) {
+          const auto table = random_table(all.size(), kSlots, kRows, random);
+          const auto experts = inputs_of(Dtype::f32, kRows * columns, all.size(), 3);
+          const auto slots = inputs_of(Dtype::f32, kSlots * columns, all.size(), 90);
+          const auto self = static_cast<std::size_t>(all.rank());
+          const auto bytes = static_cast<std::size_t>(columns) * sizeof(float);
+          const auto row = [&](const Bytes& of, std::int64_t at) {
+            return part(of, static_cast<std::size_t>(at) * bytes, bytes);
+          };
+          const auto in = [&](const Bytes& given, Tensor& place) -> const void* {
+            if (all.rank() >= registered) return given.data();
+            std::memcpy(place.data(), given.data(), given.size());
+            return place.data();
+          };
+          Tensor place = all.empty({kSlots * columns}, Dtype::f32);
+          Bytes got = slots[self], sums = experts[self];
+          all.copy_rows({in(experts[self], place), Dtype::f32, {kRows, columns}},
+                        {got.data(), Dtype::f32, {kSlots, columns}}, table);
+          for (std::int64_t slot = 0; slot < kSlots; ++slot) {
+            const std::int32_t from = table[self * kSlots + static_cast<std::size_t>(slot)];
+            const Bytes expected =
+                from < 0 ? row(slots[self], slot) : row(experts[index(from / kRows)], from % kRows);
+            ASSERT_EQ(row(got, slot), expected) << "slot " << slot << ", " << columns;
+          }
+          all.add_rows({in(slots[self], place), Dtype::f32, {kSlots, columns}},
+                       {sums.data(), Dtype::f32, {kRows, columns}}, table);
+          for (std::int64_t expert = 0; expert < kRows; ++expert) {
+            std::vector<float> expected(static_cast<std::size_t>(columns));
+            std::memcpy(expected.data(), row(experts[self], expert).data(), bytes);
+            for (std::size_t at = 0; at < table.size(); ++at) {
+              if (table[at] != all.rank() * kRows + expert) continue;
+              const Bytes grads = row(slots[at / kSlots], static_cast<std::int64_t>(at % kSlots));
+              for (std::int64_t i = 0; i < columns; ++i) {  // from +0, as all sums
+                float& sum = expected[static_cast<std::size_t>(i)];
+                sum = 0.0f + sum + element<float, float>(grads, i);
+              }
+            }
+            Bytes wanted(bytes);
+            std::memcpy(wanted.data(), expected.data(), bytes);
+            ASSERT_TRUE(same(Dtype::f32, row(sums, expert), wanted)) << "expert " << expert;
+          }
+        }
+      }
+    });
+  }
+}
+
+TEST(Collectives, TablesThatCannotBe) {
+  with_collectives({.ranks = 2}, [](Collectives& all) {
+    std::vector<float> x(6), out(4);
+    const TensorView rows(x.data(), Dtype::f32, {3, 2}), slots(out.data(), Dtype::f32, {2, 2});
+    const auto refused = [](const char* words, const std::function<void()>& call) {
+      expect_error(ErrorKind::invalid_argument, {words}, call);
+    };
+    const std::vector<std::int32_t> none(4, -1), unknown{0, 1, 6, 0}, low{-2, 0, 0, 0};
+    refused("copy_rows: table: got 3 entries",
+            [&] { all.copy_rows(rows, slots, std::span(none).first(3)); });
+    refused("copy_rows: table: got 6", [&] { all.copy_rows(rows, slots, unknown); });
+    refused("add_rows: table: got -2", [&] { all.add_rows(slots, rows, low); });
+    refused("copy_rows: x: got shape",
+            [&] { all.copy_rows({x.data(), Dtype::f32, {6}}, slots, none); });
+    refused("add_rows: out: got 3 columns",
+            [&] { all.add_rows(slots, {x.data(), Dtype::f32, {2, 3}}, none); });
+    const std::vector<std::int32_t> mine(4, all.rank());
+    expect_error(ErrorKind::mismatch, {"the table (as a hash)"},
+                 [&] { all.copy_rows(rows, slots, mine); });
+  });
+  with_collectives({.ranks = 2, .domain_size = 1}, [](Collectives& all) {
+    std::vector<float> x(6), out(4);
+    const std::vector<std::int32_t> none(4, -1);
+    expect_error(ErrorKind::unsupported, {"copy_rows: got ranks in 2 domains"}, [&] {
+      all.copy_rows({x.data(), Dtype::f32, {3, 2}}, {out.data(), Dtype::f32, {2, 2}}, none);
+    });
+  });
+}
+
 // A rank without elements has no memory either, while the others need several rounds.
 TEST(Collectives, ARankMayBringNothing) {
   for (const World& world : {World{.ranks = 3}, World{.ranks = 4, .domain_size = 2}}) {

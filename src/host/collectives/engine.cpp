@@ -150,6 +150,19 @@ Event HostCollectives::all_to_all(const ConstTensorView& x, const TensorView& ou
                });
 }
 
+Event HostCollectives::move_rows(const ConstTensorView& x, const TensorView& out, RowTable table,
+                                 const CollectiveOptions& options) {
+  const char* call = table.adds ? "add_rows" : "copy_rows";
+  if (domains().count() > 1) {
+    throw Error(ErrorKind::unsupported,
+                std::string(call) + ": got ranks in " + std::to_string(domains().count()) +
+                    " domains; expected one domain: use all_to_all between domains");
+  }
+  return enter(call, options.stream, [x, out, table = std::move(table)](HostCollectives& all) {
+    run_rows(all, x, out, table);
+  });
+}
+
 Event HostCollectives::send(const ConstTensorView& x, int peer, int tag,
                             const CollectiveOptions& options) {
   return transfer(true, const_cast<void*>(x.data), x.bytes(), peer, tag, options.stream);

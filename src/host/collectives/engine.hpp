@@ -60,6 +60,8 @@ class HostCollectives final : public CollectivesEngine,
   Event broadcast(const TensorView& x, int root, const CollectiveOptions& options) override;
   Event all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts,
                    const CollectiveOptions& options) override;
+  Event move_rows(const ConstTensorView& x, const TensorView& out, RowTable table,
+                  const CollectiveOptions& options) override;
   Event send(const ConstTensorView& x, int peer, int tag,
              const CollectiveOptions& options) override;
   Event recv(const TensorView& x, int peer, int tag, const CollectiveOptions& options) override;
@@ -196,6 +198,8 @@ void run_all_gather(HostCollectives& all, const ConstTensorView& x, const Tensor
 void run_broadcast(HostCollectives& all, const TensorView& x, int root);
 void run_all_to_all(HostCollectives& all, const ConstTensorView& x, const TensorView& out,
                     BlockCounts counts);
+void run_rows(HostCollectives& all, const ConstTensorView& x, const TensorView& out,
+              const RowTable& table);
 
 /// Collective, as make_host_engine.
 std::shared_ptr<CollectivesEngine> make_host_collectives(Bootstrap& bootstrap, GroupConfig config,
