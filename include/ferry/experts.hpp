@@ -9,8 +9,12 @@
 
 namespace ferry {
 
+class BatchHistory;
 class BatchPlanner;
 class ExpertTable;
+template <class Traits>
+class CopySlots;
+struct CopySlotsTraits;
 
 /// Logical experts in places. Each rank has `slots` places, each of which is empty or holds a copy
 /// of one expert. A group that is made with `experts` = ranks · slots carries rows to places: slot
@@ -56,15 +60,21 @@ class ExpertPlacement {
 ///   1. `counts` of the own routes; an all-gather brings those of all ranks.
 ///   2. `invalidate` each rank whose experts have changed since they were copied.
 ///   3. `plan` says which copies are needed; weights of `fetches` go to the slots; then `fetched`.
-///   4. `places` of the routes go to Group::plan. The group is made with `experts` =
-///   `group_experts()`:
-///      rank r's block begins with its own experts, its slots follow.
+///   4. `places` of the routes go to Group::plan, or to a latency exchange. The group is made with
+///      `experts` = `group_experts()`: rank r's block begins with its own experts, its slots
+///      follow.
+///
+/// Weights may come while tokens go out: `fetching` once they are on their way, and `fetched`
+/// before anything is computed with a copy.
 ///
 /// Gradients that slots hold belong to the experts of `table`. See docs/balance.md.
 class BatchBalancer {
  public:
-  /// `experts`: a multiple of `ranks`. `domain_size`: as of GroupConfig.
-  BatchBalancer(std::int64_t experts, int ranks, int slots, int domain_size = 0);
+  /// `experts`: a multiple of `ranks`. `domain_size`: as of GroupConfig. `copy_rows`: rows of work
+  /// that moving the weights and the gradient of a copy costs. Copies are made where they save
+  /// more.
+  BatchBalancer(std::int64_t experts, int ranks, int slots, int domain_size = 0,
+                std::int64_t copy_rows = 0);
   ~BatchBalancer();
   BatchBalancer(BatchBalancer&&) noexcept;
   BatchBalancer& operator=(BatchBalancer&&) noexcept;
@@ -81,19 +91,25 @@ class BatchBalancer {
   void invalidate(int rank);
   /// counts: i32 [ranks, experts], in CPU memory, of all ranks in order. The heaviest rank has at
   /// most 1.02 of the mean load if the planner finds a way (else the least that it finds), with
-  /// few copies to fetch. From here on what the slots of `fetches` held is lost.
-  void plan(const ConstTensorView& counts);
+  /// few copies to fetch, but for `copy_rows`. From here on what the slots of `fetches` held is
+  /// lost. `again`: a batch of the last 64 with the same counts is computed once more, as by
+  /// activation checkpointing: its tokens go where they went.
+  void plan(const ConstTensorView& counts, bool again = false);
   /// [ranks, slots]: the expert whose tokens go to each slot in this batch; −1: no tokens do.
-  const std::vector<std::int32_t>& table() const { return table_; }
+  const std::vector<std::int32_t>& table() const;
   /// The same where the slot does not hold a valid copy yet; else −1.
-  const std::vector<std::int32_t>& fetches() const { return fetches_; }
+  const std::vector<std::int32_t>& fetches() const;
+  /// The weights of all `fetches` are on their way: `places` may be asked for, and `fetched` must
+  /// follow before a copy is used. Else the next plan takes their slots for empty.
+  void fetching();
   /// The weights of all `fetches` are in their slots, on all ranks.
   void fetched();
   /// [ranks]: slots of routes that each rank works on in this batch.
   std::vector<std::int64_t> load() const;
   /// What Group::plan takes for routes of `rank` to experts: i64 [T, K]. They must be those that
   /// were counted. Tokens go home first, then to copies in ascending rank, in ascending order.
-  /// Throws Error(invalid_argument) before `fetched`: no token goes to a copy that may be missing.
+  /// Throws Error(invalid_argument) before `fetching` or `fetched`: no token goes to a copy that
+  /// may be missing.
   Tensor places(const ConstTensorView& topk_idx, int rank) const;
 
  private:
@@ -103,12 +119,8 @@ class BatchBalancer {
   int ranks_;
   int slots_;
   std::unique_ptr<BatchPlanner> planner_;
-  std::vector<std::int32_t> counts_;   // [ranks, experts]
-  std::vector<std::int32_t> held_;     // [ranks, slots]
-  std::vector<std::int32_t> table_;    // [ranks, slots]
-  std::vector<std::int32_t> fetches_;  // [ranks, slots]
-  bool planned_ = false;
-  bool fetched_ = false;
+  std::unique_ptr<CopySlots<CopySlotsTraits>> slots_held_;
+  std::unique_ptr<BatchHistory> history_;
 };
 
 }  // namespace ferry

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ferry import _ferry
-from ferry.arguments import INT32_MAX, integer
+from ferry.arguments import INT32_MAX, flag, integer
 from ferry.tensors import array, view
 
 
@@ -84,8 +84,11 @@ class BatchBalancer:
     1. `counts` of the own routes; an all-gather brings those of all ranks.
     2. `invalidate` each rank whose experts have changed since they were copied.
     3. `plan` says which copies are needed; the weights of `fetches` go to the slots; `fetched`.
-    4. `places` of the routes go to `Group.plan`. The group is made with `experts=group_experts`:
-       the block of a rank begins with its own experts, its slots follow.
+    4. `places` of the routes go to `Group.plan`, or to a latency exchange. The group is made with
+       `experts=group_experts`: the block of a rank begins with its own experts, its slots follow.
+
+    Weights may come while tokens go out: `fetching` once they are on their way, and `fetched`
+    before anything is computed with a copy.
 
     Gradients that slots hold belong to the experts of `table`. `ferry.torch.ExpertParallel` does
     all of it with `balance=slots`.
@@ -93,14 +96,19 @@ class BatchBalancer:
     Args:
         experts: a multiple of ranks.
         domain_size: as of `Group`: copies stay inside domains of so many ranks where they can.
+        copy_rows: rows of work that moving the weights and the gradient of a copy costs. Copies are
+            made where they save more.
     """
 
-    def __init__(self, *, experts: int, ranks: int, slots: int, domain_size: int = 0) -> None:
+    def __init__(
+        self, *, experts: int, ranks: int, slots: int, domain_size: int = 0, copy_rows: int = 0
+    ) -> None:
         self._raw = _ferry.BatchBalancer(
             integer("BatchBalancer: experts", experts, 1, INT32_MAX),
             integer("BatchBalancer: ranks", ranks, 1, INT32_MAX),
             integer("BatchBalancer: slots", slots, 1, INT32_MAX),
             integer("BatchBalancer: domain_size", domain_size, 0, INT32_MAX),
+            integer("BatchBalancer: copy_rows", copy_rows, 0, INT32_MAX),
         )
 
     @property
@@ -149,11 +157,19 @@ class BatchBalancer:
         """The weights of experts that live on this rank have changed: no copy of them is valid."""
         self._raw.invalidate(integer("invalidate: rank", rank, 0, self.ranks - 1))
 
-    def plan(self, counts: Any) -> None:
+    def plan(self, counts: Any, *, again: bool = False) -> None:
         """counts: i32 [ranks, experts], of all ranks in order. The heaviest rank has at most 1.02
         of the mean load if the planner finds a way (else the least that it finds), with few copies
-        to fetch. From here on what the slots of `fetches` held is lost."""
-        self._raw.plan(view("plan: counts", counts, expected="i32")[0])
+        to fetch, but for `copy_rows`. From here on what the slots of `fetches` held is lost.
+
+        again: a batch of the last 64 with the same counts is computed once more, as by activation
+        checkpointing: its tokens go where they went."""
+        self._raw.plan(view("plan: counts", counts, expected="i32")[0], flag("plan: again", again))
+
+    def fetching(self) -> None:
+        """The weights of all `fetches` are on their way: `places` may be asked for, and `fetched`
+        must follow before a copy is used. Else the next plan takes their slots for empty."""
+        self._raw.fetching()
 
     def fetched(self) -> None:
         """The weights of all `fetches` are in their slots, on all ranks."""
@@ -162,8 +178,8 @@ class BatchBalancer:
     def places(self, topk_idx: Any, rank: int) -> Any:
         """What `Group.plan` takes for routes of `rank` to experts: i64 [T, K]. They must be those
         that were counted. Tokens go home first, then to copies in ascending rank, in ascending
-        order. Raises `InvalidArgumentError` before `fetched`: no token goes to a copy that may be
-        missing."""
+        order. Raises `InvalidArgumentError` before `fetching` or `fetched`: no token goes to a copy
+        that may be missing."""
         raw, like = view("places: topk_idx", topk_idx, expected="i64 or i32")
         return array(self._raw.places(raw, integer("places: rank", rank, 0, self.ranks - 1)), like)
 

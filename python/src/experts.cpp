@@ -27,8 +27,8 @@ void bind_experts(nb::module_& m) {
           },
           nb::arg("topk_idx"), nb::arg("rank"));
   nb::class_<BatchBalancer>(m, "BatchBalancer")
-      .def(nb::init<std::int64_t, int, int, int>(), nb::arg("experts"), nb::arg("ranks"),
-           nb::arg("slots"), nb::arg("domain_size"))
+      .def(nb::init<std::int64_t, int, int, int, std::int64_t>(), nb::arg("experts"),
+           nb::arg("ranks"), nb::arg("slots"), nb::arg("domain_size"), nb::arg("copy_rows"))
       .def_prop_ro("experts", &BatchBalancer::experts)
       .def_prop_ro("ranks", &BatchBalancer::ranks)
       .def_prop_ro("slots", &BatchBalancer::slots)
@@ -36,9 +36,11 @@ void bind_experts(nb::module_& m) {
       .def("counts", [](const BatchBalancer& b,
                         const View& topk_idx) { return HeldTensor(b.counts(topk_idx.read())); })
       .def("invalidate", &BatchBalancer::invalidate)
-      .def("plan", [](BatchBalancer& b, const View& counts) { b.plan(counts.read()); })
+      .def("plan",
+           [](BatchBalancer& b, const View& counts, bool again) { b.plan(counts.read(), again); })
       .def_prop_ro("table", &BatchBalancer::table)
       .def_prop_ro("fetches", &BatchBalancer::fetches)
+      .def("fetching", &BatchBalancer::fetching)
       .def("fetched", &BatchBalancer::fetched)
       .def_prop_ro("load", &BatchBalancer::load)
       .def("places", [](const BatchBalancer& b, const View& topk_idx, int rank) {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import highspy
 import numpy as np
 import pytest
@@ -102,6 +105,20 @@ def test_beside_an_exact_solver() -> None:
         assert needed <= copies(balancer) <= needed + 1, seed
         made, fewest = made + copies(balancer), fewest + needed
     assert made <= 1.1 * fewest
+
+
+def test_recorded_routes_of_the_demo() -> None:
+    """The loads of training steps of examples/moe_lm, whose router is being balanced."""
+    golden = Path(__file__).resolve().parents[2] / "tests" / "golden" / "demo_counts.json"
+    made = fewest = 0
+    for call in json.loads(golden.read_text())["calls"]:
+        counts = np.array(call, np.int32)
+        balancer, exact = plan(counts, 2), Exact(counts, 2)
+        expect_right(balancer, counts)
+        heaviest, mean = max(balancer.load), counts.sum() / len(counts)
+        assert heaviest <= MOST * mean
+        made, fewest = made + copies(balancer), fewest + exact.fewest_copies(MOST * mean)
+    assert fewest <= made <= 1.1 * fewest
 
 
 def expect_right(balancer: ferry.BatchBalancer, counts: Counts) -> None:

@@ -1,16 +1,18 @@
 #include <algorithm>
 #include <cstring>
-#include <numeric>
+#include <deque>
 #include <string>
 
 #include "core/check.hpp"
 #include "core/experts/batch_planner.hpp"
+#include "core/experts/copy_slots.hpp"
 #include "ferry/experts.hpp"
 
 namespace ferry {
 namespace {
 
-constexpr std::int64_t kMostBalanced = std::int64_t{1} << 20;  // experts, places
+constexpr std::int64_t kMostBalanced = std::int64_t{1} << 20;  // experts, places, rows of a copy
+constexpr std::size_t kBatches = 64;                           // that may be computed again
 
 std::int64_t refuse_unless_possible(std::int64_t experts, int ranks, int slots) {
   constexpr const char* kCall = "BatchBalancer";
@@ -35,14 +37,15 @@ Tensor held_tensor(std::vector<std::int64_t> values, const Extents& shape) {
 /// Which place each slot of one source goes to, in the order in which they come.
 class Quotas {
  public:
-  Quotas(const BatchPlanner& planner, std::span<const std::int32_t> counts, int source)
+  Quotas(const BatchPlan& plan, int ranks, std::span<const std::int32_t> counts, int source)
       : at_home_(counts.begin(), counts.end()),
         first_(counts.size(), -1),
-        next_(planner.table().size(), -1),
-        left_(planner.table().size()) {
+        next_(plan.table.size(), -1),
+        left_(plan.table.size()) {
     for (int place = static_cast<int>(left_.size()) - 1; place >= 0; --place) {
-      const std::int32_t expert = planner.table()[index(place)];
-      left_[index(place)] = expert < 0 ? 0 : planner.quota(place, source);
+      const std::int32_t expert = plan.table[index(place)];
+      left_[index(place)] =
+          expert < 0 ? 0 : plan.quota[index(std::int64_t{place} * ranks + source)];
       if (left_[index(place)] == 0) continue;
       at_home_[index(expert)] -= left_[index(place)];
       next_[index(place)] = first_[index(expert)];
@@ -67,19 +70,51 @@ class Quotas {
 
 }  // namespace
 
-BatchBalancer::BatchBalancer(std::int64_t experts, int ranks, int slots, int domain_size)
+/// The last batches: their counts, [ranks, experts], and plans, the newest first.
+class BatchHistory {
+ public:
+  struct Batch {
+    std::vector<std::int32_t> counts{};
+    BatchPlan plan{};
+  };
+
+  bool empty() const { return batches_.empty(); }
+  const Batch& newest() const { return batches_.front(); }
+  void add(std::vector<std::int32_t> counts, const BatchPlan& plan) {
+    if (batches_.size() == kBatches) batches_.pop_back();
+    batches_.push_front({std::move(counts), plan});
+  }
+  /// The newest with these counts becomes the newest of all. False: there is none.
+  bool renew(std::span<const std::int32_t> counts) {
+    const auto found = std::ranges::find_if(
+        batches_, [&](const Batch& batch) { return std::ranges::equal(batch.counts, counts); });
+    if (found == batches_.end()) return false;
+    Batch batch = std::move(*found);
+    batches_.erase(found);
+    batches_.push_front(std::move(batch));
+    return true;
+  }
+
+ private:
+  std::deque<Batch> batches_{};
+};
+
+BatchBalancer::BatchBalancer(std::int64_t experts, int ranks, int slots, int domain_size,
+                             std::int64_t copy_rows)
     : experts_(refuse_unless_possible(experts, ranks, slots)),
       ranks_(ranks),
       slots_(slots),
-      counts_(index(experts * ranks)),
-      held_(index(std::int64_t{ranks} * slots), -1),
-      table_(held_),
-      fetches_(held_) {
+      slots_held_(std::make_unique<CopySlots<>>(index(std::int64_t{ranks} * slots))),
+      history_(std::make_unique<BatchHistory>()) {
   if (domain_size < 0) {
     refuse("BatchBalancer", "domain_size", std::to_string(domain_size), "0 or more");
   }
+  if (copy_rows < 0 || copy_rows > kMostBalanced) {
+    refuse("BatchBalancer", "copy_rows", std::to_string(copy_rows),
+           "0 … " + std::to_string(kMostBalanced));
+  }
   planner_ = std::make_unique<BatchPlanner>(Placement{experts, ranks}, slots,
-                                            Domains::blocks(ranks, domain_size));
+                                            Domains::blocks(ranks, domain_size), copy_rows);
 }
 
 BatchBalancer::~BatchBalancer() = default;
@@ -100,44 +135,48 @@ void BatchBalancer::invalidate(int rank) {
     refuse("invalidate", "rank", std::to_string(rank), "0 … " + std::to_string(ranks_ - 1));
   }
   const std::int64_t each = experts_ / ranks_;
-  for (std::int32_t& expert : held_) {
-    if (expert >= 0 && expert / each == rank) expert = -1;
-  }
+  slots_held_->forget([&](std::int32_t expert) { return expert / each == rank; });
 }
 
-void BatchBalancer::plan(const ConstTensorView& counts) {
+void BatchBalancer::plan(const ConstTensorView& counts, bool again) {
   constexpr const char* kCall = "plan";
   check_exact(kCall, "counts", counts, Dtype::i32, {ranks_, experts_});
-  std::memcpy(counts_.data(), counts.data, counts_.size() * sizeof(std::int32_t));
-  const auto negative = std::ranges::find_if(counts_, [](auto count) { return count < 0; });
-  if (negative != counts_.end()) {
-    const std::int64_t at = negative - counts_.begin();
+  std::vector<std::int32_t> given(index(experts_ * ranks_));
+  std::memcpy(given.data(), counts.data, given.size() * sizeof(std::int32_t));
+  const auto negative = std::ranges::find_if(given, [](auto count) { return count < 0; });
+  if (negative != given.end()) {
+    const std::int64_t at = negative - given.begin();
     refuse(kCall, "counts",
            std::to_string(*negative) + " of rank " + std::to_string(at / experts_) + ", expert " +
                std::to_string(at % experts_),
            "0 or more");
   }
-  planner_->plan(counts_, held_);
-  table_.assign(planner_->table().begin(), planner_->table().end());
-  fetched_ = true;
-  for (std::size_t place = 0; place < table_.size(); ++place) {
-    const bool missing = table_[place] >= 0 && table_[place] != held_[place];
-    fetches_[place] = missing ? table_[place] : -1;
-    if (missing) held_[place] = -1;
-    fetched_ = fetched_ && !missing;
+  if (!again || !history_->renew(given)) {
+    planner_->plan(given, slots_held_->held());
+    history_->add(std::move(given), planner_->planned());
   }
-  planned_ = true;
+  slots_held_->plan(history_->newest().plan.table);
+}
+
+void BatchBalancer::fetching() {
+  slots_held_->fetching();
 }
 
 void BatchBalancer::fetched() {
-  for (std::size_t place = 0; place < table_.size(); ++place) {
-    if (fetches_[place] >= 0) held_[place] = fetches_[place];
-  }
-  fetched_ = true;
+  slots_held_->fetched();
+}
+
+const std::vector<std::int32_t>& BatchBalancer::table() const {
+  return slots_held_->table();
+}
+
+const std::vector<std::int32_t>& BatchBalancer::fetches() const {
+  return slots_held_->fetches();
 }
 
 std::vector<std::int64_t> BatchBalancer::load() const {
-  return {planner_->load().begin(), planner_->load().end()};
+  if (history_->empty()) return std::vector<std::int64_t>(index(ranks_));
+  return history_->newest().plan.load;
 }
 
 std::int64_t BatchBalancer::place_of(std::int64_t expert) const {
@@ -150,12 +189,15 @@ Tensor BatchBalancer::places(const ConstTensorView& topk_idx, int rank) const {
   if (rank < 0 || rank >= ranks_) {
     refuse(kCall, "rank", std::to_string(rank), "0 … " + std::to_string(ranks_ - 1));
   }
-  if (!planned_ || !fetched_) {
-    refuse(kCall, "the plan", planned_ ? "copies that are not fetched yet" : "none",
+  using State = CopySlots<>::State;
+  const State state = slots_held_->state();
+  if (state == State::none || state == State::missing) {
+    refuse(kCall, "the plan", state == State::none ? "none" : "copies that are not fetched yet",
            "plan(counts), weights in the slots of fetches(), then fetched()");
   }
+  const auto& [counts, plan] = history_->newest();
   const std::vector<std::int32_t> routes = checked_routes(kCall, topk_idx, experts_);
-  const auto counted = std::span(counts_).subspan(index(rank * experts_), index(experts_));
+  const auto counted = std::span(counts).subspan(index(rank * experts_), index(experts_));
   std::vector<std::int32_t> named(counted.size());
   for (const std::int32_t expert : routes) {
     if (expert >= 0) ++named[index(expert)];
@@ -166,7 +208,7 @@ Tensor BatchBalancer::places(const ConstTensorView& topk_idx, int rank) const {
            std::to_string(*found) + " slots for expert " + std::to_string(found - named.begin()),
            std::to_string(*wanted) + ", as the counts of rank " + std::to_string(rank) + " say");
   }
-  Quotas quotas(*planner_, counted, rank);
+  Quotas quotas(plan, ranks_, counted, rank);
   const std::int64_t each = experts_ / ranks_;
   std::vector<std::int64_t> places;
   places.reserve(routes.size());

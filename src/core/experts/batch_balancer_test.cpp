@@ -127,6 +127,35 @@ TEST(BatchBalancer, AFetchThatFailedLosesWhatTheSlotHeld) {
   EXPECT_GT(again, 0);
 }
 
+/// The tokens of an earlier batch go where they went, though the slots hold other copies now.
+TEST(BatchBalancer, ABatchIsComputedAgainAsItWas) {
+  BatchBalancer balancer(kExperts, kRanks, kSlots);
+  const auto batch = routes_of_ranks(10);
+  const auto places = [&] {
+    const Tensor made = balancer.places(view_of(batch[2]), 2);
+    return std::vector(made.as<std::int64_t>(), made.as<std::int64_t>() + kTokens * kTopk);
+  };
+  const auto counts = counts_of(balancer, batch);
+  plan(balancer, counts);
+  balancer.fetched();
+  const auto table = balancer.table();
+  const auto first = places();
+  std::vector<std::int32_t> others(kRanks * kExperts);
+  for (int rank = 0; rank < kRanks; ++rank) others[index(rank * kExperts + 6)] = 100;
+  plan(balancer, others);
+  balancer.fetched();
+  ASSERT_NE(balancer.table(), table);
+  for (int rank = 0; rank < kRanks; ++rank) balancer.invalidate(rank);
+  const ConstTensorView again(counts.data(), Dtype::i32, {kRanks, kExperts});
+  balancer.plan(again, true);
+  EXPECT_EQ(balancer.table(), table);
+  EXPECT_EQ(balancer.fetches(), table);
+  balancer.fetching();
+  EXPECT_EQ(places(), first);
+  balancer.plan(again, true);  // weights that were on their way are not counted on
+  EXPECT_EQ(balancer.fetches(), table);
+}
+
 TEST(BatchBalancer, RefusesWhatCannotBe) {
   const auto wrong = [](const std::vector<std::string>& words, const std::function<void()>& call) {
     expect_error(ErrorKind::invalid_argument, words, call);
@@ -134,6 +163,7 @@ TEST(BatchBalancer, RefusesWhatCannotBe) {
   wrong({"experts", "got 9", "a multiple of 4"}, [] { BatchBalancer(9, 4, 1); });
   wrong({"slots", "got 0"}, [] { BatchBalancer(8, 4, 0); });
   wrong({"domain_size", "got -1"}, [] { BatchBalancer(8, 4, 1, -1); });
+  wrong({"copy_rows", "got -1"}, [] { BatchBalancer(8, 4, 1, 0, -1); });
   BatchBalancer balancer(kExperts, kRanks, kSlots);
   const auto all = routes_of_ranks(9);
   auto counts = counts_of(balancer, all);

@@ -159,6 +159,19 @@ TEST(BatchPlanner, NothingMovesWithoutSkewOrTokens) {
   }
 }
 
+/// Rank 0 of two has 30 rows too many, and one copy saves them. Held, it costs half.
+TEST(BatchPlanner, CopiesAreMadeWhereTheySaveMoreThanTheyCost) {
+  const Batch batch{{2, 2}, 1, {130, 70, 0, 0}};
+  for (const auto& [copy_rows, held, copied] :
+       {std::tuple{0, -1, true}, {29, -1, true}, {30, -1, false}, {59, 0, true}, {60, 0, false}}) {
+    BatchPlanner planner(batch.homes, 1, Domains::blocks(2, 0), copy_rows);
+    const std::vector<std::int32_t> there{-1, held};
+    planner.plan(batch.counts, there);
+    expect_valid(planner, batch, there);
+    EXPECT_EQ(planner.table()[1], copied ? 0 : -1) << copy_rows << " rows, held " << held;
+  }
+}
+
 /// Once a search between two neighbouring numbers of rows did not end.
 TEST(BatchPlanner, SmallBatchesThatCannotBeBalancedHaveAPlan) {
   for (const auto& [ranks, local] : {std::pair{2, 4}, {4, 8}, {8, 4}}) {
