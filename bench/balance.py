@@ -15,7 +15,10 @@ has 4 or 8 times the mean load. Contenders come in turn in each step:
     balanced    ExpertParallel(balance=slots): planned for each batch, weights and gradients move
     no skew     the same with the routes of uniform: what balancing costs where nothing is to do
 
-A step is the median of the slowest rank's time.
+A step is the median of the slowest rank's time; beside it the CPU time that a rank used, which
+other work on the machine alters less. `--parts` adds contenders that leave a part out, which says
+what the part costs: the sums of gradients, the fetching of weights, and both, so that what is left
+is planning, routes and the second call of the experts.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--row-us", type=float, default=200.0)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--parts", action="store_true", help="what each part of balancing costs")
+    parser.add_argument("--copy-rows", type=int, help="as of ExpertParallel")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     parser.add_argument("--loads", type=Path, help="train, and write the loads there")
     return parser.parse_args()
@@ -125,8 +130,10 @@ class Rank:
             experts_of(args.local, args, True),
             balance=args.slots,
             collectives=self.ranks,
+            **({} if args.copy_rows is None else {"copy_rows": args.copy_rows}),
         )
-        self.x = torch.randn(args.tokens, args.hidden)
+        # As from the layer before: without, the rows would not go backward.
+        self.x = torch.randn(args.tokens, args.hidden, requires_grad=True)
         self.weights = torch.ones(args.tokens, TOPK)
 
     def gathered(self, mine: Any) -> Any:
@@ -147,15 +154,17 @@ class Rank:
         whole = self.gathered(load).sum(0).tolist()
         self.placement.balance(list(range(self.args.ranks)), whole)
 
-    def step(self, name: str, ids: Any) -> float:
-        """Seconds of a forward, a backward and an update of weights, of the slowest rank."""
+    def step(self, name: str, ids: Any) -> tuple[float, float]:
+        """Of a forward, a backward and an update of weights: seconds of the slowest rank, and
+        seconds of CPU of a rank."""
         import torch
 
-        layer = {"static": self.static, "balanced": self.balanced, "no skew": self.balanced}.get(
-            name, self.plain
+        layer = {"uniform": self.plain, "unbalanced": self.plain, "static": self.static}.get(
+            name, self.balanced
         )
+        leave_out(PARTS.get(name, ()))
         self.ranks.barrier()
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         if name == "static":
             ids = self.placement.places(ids, self.rank)
         layer(self.x, ids, self.weights).sum().backward()
@@ -163,28 +172,51 @@ class Rank:
             for parameter in layer.parameters():
                 parameter -= 1e-6 * parameter.grad
                 parameter.grad = None
-        took = time.perf_counter() - start
-        return self.gathered(torch.tensor([took], dtype=torch.float64)).max().item()
+            self.x.grad = None
+        spent = time.perf_counter() - start, time.process_time() - used
+        times, cpu = self.gathered(torch.tensor(spent, dtype=torch.float64)).T
+        return times.max().item(), cpu.mean().item()
+
+
+PARTS = {
+    "no gradients": ("reduce_experts",),
+    "no weights": ("copy_experts",),
+    "neither": ("reduce_experts", "copy_experts"),
+}
+
+
+def leave_out(names: tuple[str, ...]) -> None:
+    """What `ExpertParallel` calls for copies does nothing; the figures are wrong then."""
+    import ferry
+    from ferry import torch_balance, torch_replicas
+
+    for name in ("reduce_experts", "copy_experts"):
+        call = (lambda *_, **__: ferry.Event()) if name in names else getattr(torch_replicas, name)
+        setattr(torch_balance, name, call)
 
 
 def measure(rank: Rank, skew: int) -> dict[str, Any]:
     """Medians in milliseconds, how they compare with uniform, and what balancing moved."""
     args = rank.args
     rank.place(skew)
-    times: dict[str, list[float]] = {}
+    times: dict[str, list[tuple[float, float]]] = {}
     over, fetched = [], []
     for step in range(args.steps):
         even, skewed = (routes(args, rank.rank, step, each) for each in (1, skew))
-        for name in ("uniform", "no skew", "unbalanced", "static", "balanced"):
+        parts = PARTS if args.parts else ()
+        for name in ("uniform", "no skew", "unbalanced", "static", *parts, "balanced"):
             ids = even if name in ("uniform", "no skew") else skewed
-            times.setdefault(name, []).append(rank.step(name, ids) * 1e3)
+            times.setdefault(name, []).append(rank.step(name, ids))
         balancer = rank.balanced.balancer
         over.append(max(balancer.load) * args.ranks / sum(balancer.load))
         fetched.append(sum(expert >= 0 for row in balancer.fetches for expert in row))
-    medians = {name: statistics.median(each) for name, each in times.items()}
+    columns = {name: zip(*each) for name, each in times.items()}
+    both = {name: [statistics.median(c) * 1e3 for c in each] for name, each in columns.items()}
+    medians = {name: took for name, (took, _) in both.items()}
     return {
         "skew": skew,
         "step_ms": medians,
+        "cpu_ms": {name: cpu for name, (_, cpu) in both.items()},
         "over_uniform": {name: took / medians["uniform"] for name, took in medians.items()},
         "heaviest_over_mean": max(over),
         "copies_fetched": statistics.median(fetched),
@@ -250,7 +282,8 @@ def run_rank(args: argparse.Namespace) -> None:
         for run in runs:
             print(f"busiest rank {run['skew']} times the mean:")
             for name, took in run["step_ms"].items():
-                print(f"  {name:10} {took:8.1f} ms a step, {run['over_uniform'][name]:5.2f}")
+                over, cpu = run["over_uniform"][name], run["cpu_ms"][name]
+                print(f"  {name:12} {took:8.1f} ms a step, {over:5.2f}; CPU {cpu:6.2f} ms a rank")
         if args.json:
             facts = job.report(settings | {"row_us": args.row_us}) | {"runs": runs}
             args.json.write_text(json.dumps(facts, indent=1) + "\n")

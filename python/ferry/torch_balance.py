@@ -1,10 +1,11 @@
-"""Copies of busy experts, batch by batch, for `ExpertParallel`: `ferry.BatchBalancer` plans them,
-weights go out before the tokens do, gradients come back in the backward.
+"""Copies of busy experts, batch by batch, for `ExpertParallel`: `ferry.BatchBalancer` plans them.
+Weights and gradients move on a stream of their own, beside the calls of the group.
 
-Two kinds of collective calls meet in a backward: those of the group and those of the collectives.
-All ranks make them in the same order: autograd runs what was made last first, so the gradients of
-copies are reduced after the backward of the combine and before that of the dispatch. `_Joined` ties
-the copies to the result on every rank, so that none leaves the reduction out.
+Weights begin to move before the tokens go out, and are awaited when the rank's own experts are
+done. In a backward autograd runs what was made last first: the gradients of copies begin to move
+(`_Copied`) before the own experts and the dispatch go backward, and are awaited after that
+(`_Owned`, made before the dispatch). `_Joined` ties the copies to the result on every rank, so that
+none leaves the reduction out: all ranks make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
+from ferry import _ferry
 from ferry.arguments import instance, integer, refuse
 from ferry.collectives import Collectives
 from ferry.experts import BatchBalancer
@@ -40,10 +42,18 @@ class _Seen:
         return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
+COPY_ROWS = 16
+"""Of `ExpertParallel`, by default."""
+
+_streams: weakref.WeakKeyDictionary[Collectives, _ferry.Stream] = weakref.WeakKeyDictionary()
+
+
 class Copies:
     """The slots of this rank, and what is in them."""
 
-    def __init__(self, group: Group, slots: int, collectives: Collectives | None) -> None:
+    def __init__(
+        self, group: Group, slots: int, collectives: Collectives | None, copy_rows: int
+    ) -> None:
         call = "ExpertParallel"
         ranks = instance(f"{call}: collectives", collectives, Collectives, "a ferry.Collectives")
         if (ranks.rank, ranks.size) != (group.rank, group.size):
@@ -60,87 +70,123 @@ class Copies:
             expected = f"experts=n * {group.size}, n - {slots} experts of the layer on each rank"
             refuse(f"{call}: balance", got, expected)
         self.ranks = ranks
-        self.balancer = BatchBalancer(
-            experts=self.local * group.size, ranks=group.size, slots=slots
-        )
+        self.stream = _streams.setdefault(ranks, _ferry.Stream())
+        self._balancing = {
+            "experts": self.local * group.size,
+            "ranks": group.size,
+            "slots": slots,
+            "domain_size": -(-group.size // group.domains),
+            "copy_rows": integer(f"{call}: copy_rows", copy_rows, 0),
+        }
+        self._empty()
+
+    def _empty(self) -> None:
+        """Nothing was planned and nothing is copied yet.
+
+        torch.compile leaves `places` and `run` as they are. Said for each object, because it
+        imports what compiles, which takes a second."""
+        self.balancer = BatchBalancer(**self._balancing)
         self._seen: list[_Seen] = []
         self._tensors: dict[str, Tensor] = {}
-        self._stay_eager()
+        self._coming: _Coming | None = None
+        self._batch: tuple[_Batch, Tensor] | None = None
+        self.places = torch.compiler.disable(self._places)  # type: ignore[no-untyped-call]
+        self.run = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
     def invalidate(self) -> None:
         """The experts of this rank have changed though torch did not see it."""
         self._seen = []
 
-    def _stay_eager(self) -> None:
-        """torch.compile leaves these two as they are. Said for each object, because it imports what
-        compiles, which takes a second."""
-        self.places = torch.compiler.disable(self._places)  # type: ignore[no-untyped-call]
-        self.run = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
-
-    @torch.no_grad()
     def _places(self, experts: nn.Module, topk_idx: Tensor) -> Tensor:
-        """Collective. Plans a batch, fetches the copies that it needs, and returns its routes."""
+        """Collective. Plans a batch, begins to fetch the copies that it needs, and returns its
+        routes."""
         instance("ExpertParallel: topk_idx", topk_idx, Tensor, "a tensor")
         parameters = self._parameters(experts)
+        with torch.no_grad():
+            topk_idx = topk_idx.contiguous()
+            self._plan(parameters, topk_idx)
+            self._fetch(parameters)
+            places = torch.as_tensor(self.balancer.places(topk_idx, self.ranks.rank))
+        table = self.balancer.table
+        self._batch = None
+        if _some(table):
+            batch = _Batch(self, table, parameters)
+            handle = _Owned.apply(batch, *parameters.values())  # type: ignore[no-untyped-call]
+            self._batch = batch, handle
+        return places
+
+    def _plan(self, parameters: dict[str, Tensor], topk_idx: Tensor) -> None:
         changed = len(parameters) != len(self._seen) or not all(
             seen.is_still(tensor) for seen, tensor in zip(self._seen, parameters.values())
         )
         balancer, size = self.balancer, self.ranks.size
         message = torch.empty(balancer.experts + 1, dtype=torch.int32)
-        message[:-1] = balancer.counts(topk_idx.contiguous())
+        message[:-1] = balancer.counts(topk_idx)
         message[-1] = changed
         every = torch.empty(size, len(message), dtype=torch.int32)
         self.ranks.all_gather(message, every)
         for rank in every[:, -1].nonzero().flatten().tolist():
             balancer.invalidate(rank)
         self._seen = [_Seen(tensor) for tensor in parameters.values()]
-        balancer.plan(every[:, :-1].contiguous())
-        self._fetch(parameters)
-        return torch.as_tensor(balancer.places(topk_idx.contiguous(), self.ranks.rank))
+        # Checkpoints compute a forward again inside a backward.
+        again = torch._C._current_graph_task_id() >= 0
+        balancer.plan(every[:, :-1].contiguous(), again=again)
 
     def _run(self, experts: nn.Module, rows: Tensor, offsets: Tensor) -> Tensor:
         """What the experts make of rows for themselves and for the copies on this rank."""
-        table = self.balancer.table
         own = offsets[: self.local + 1]
-        if all(expert < 0 for row in table for expert in row):
-            made: Tensor = experts(rows, own)
-            return made
-        names, parameters = zip(*self._parameters(experts).items())
-        slots = [self._tensors[name] for name in names]
-        copies = _Copied.apply(self, table, slots, *parameters)  # type: ignore[no-untyped-call]
+        if self._batch is None:
+            alone: Tensor = experts(rows, own)
+            return alone
+        (batch, handle), self._batch = self._batch, None
         cut = int(own[-1])
-        made = experts(rows[:cut], own)
+        made: Tensor = experts(rows[:cut], own)
+        self._arrive()
+        slots = [self._tensors[name] for name in batch.names]
+        copies = _Copied.apply(batch, slots, handle)  # type: ignore[no-untyped-call]
         if len(rows) > cut:
             given = rows[cut:], offsets[self.local :] - cut
-            of_copies = functional_call(experts, dict(zip(names, copies)), given)
+            of_copies = functional_call(experts, dict(zip(batch.names, copies)), given)
             made = torch.cat([made, of_copies])
         joined: Tensor = _Joined.apply(made, *copies)  # type: ignore[no-untyped-call]
         return joined
 
     @torch.inference_mode(False)
     def _fetch(self, parameters: dict[str, Tensor]) -> None:
-        """New tensors where something comes: a backward may still need what the old ones hold. They
-        take their place once all weights are there."""
-        balancer = self.balancer
-        fetches = balancer.fetches
-        if any(expert >= 0 for row in fetches for expert in row):
-            mine = fetches[self.ranks.rank]
-            made = dict(self._tensors)
-            for name, parameter in parameters.items():
-                old = made.get(name)
-                if old is not None and (old.dtype, old.shape[1:]) != (
-                    parameter.dtype,
-                    parameter.shape[1:],
-                ):
-                    old = None  # of before the layer was converted
-                if old is None or any(expert >= 0 for expert in mine):
-                    made[name] = parameter.new_zeros(self.slots, *parameter.shape[1:])
-                    for slot, expert in enumerate(mine):
-                        if old is not None and expert < 0:
-                            made[name][slot] = old[slot]
-                copy_experts(self.ranks, parameter.contiguous(), made[name], fetches)
-            self._tensors = made
-        balancer.fetched()
+        """New tensors where something comes: a backward may still need what the old ones hold."""
+        balancer, fetches = self.balancer, self.balancer.fetches
+        self._coming = None
+        if not _some(fetches):
+            balancer.fetched()
+            return
+        mine = fetches[self.ranks.rank]
+        coming = _Coming(dict(self._tensors))
+        for name, parameter in parameters.items():
+            old = coming.tensors.get(name)
+            if old is not None and (old.dtype, old.shape[1:]) != (
+                parameter.dtype,
+                parameter.shape[1:],
+            ):
+                old = None  # of before the layer was converted
+            if old is None or any(expert >= 0 for expert in mine):
+                made = coming.tensors[name] = parameter.new_empty(self.slots, *parameter.shape[1:])
+                for slot, expert in enumerate(mine):
+                    if expert < 0:
+                        made[slot] = 0 if old is None else old[slot]
+            given = parameter.detach().contiguous(), coming.tensors[name]
+            coming.events.append(copy_experts(self.ranks, *given, fetches, stream=self.stream))
+        balancer.fetching()
+        self._coming = coming
+
+    def _arrive(self) -> None:
+        """Waits for the weights. They take the place of the old ones once all are there."""
+        if self._coming is None:
+            return
+        coming, self._coming = self._coming, None
+        for event in coming.events:
+            event.wait()
+        self._tensors = coming.tensors
+        self.balancer.fetched()
 
     def _parameters(self, experts: nn.Module) -> dict[str, Tensor]:
         found: dict[str, Tensor] = dict(experts.named_parameters())
@@ -163,37 +209,91 @@ class Copies:
         """Of the same ranks; its slots are its own, and empty."""
         made = Copies.__new__(Copies)
         memo[id(self)] = made
-        made.__dict__.update(self.__dict__, _seen=[], _tensors={})
-        made.balancer = BatchBalancer(
-            experts=self.balancer.experts, ranks=self.ranks.size, slots=self.slots
-        )
-        made._stay_eager()
+        made.__dict__.update(self.__dict__)
+        made._empty()
         return made
 
 
-class _Copied(torch.autograd.Function):
-    """From parameters of this rank to the copies in its slots, [slots, ...] each."""
+class _Coming:
+    """Copies that are being fetched."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.events: list[_ferry.Event] = []
+
+
+class _Batch:
+    """Copies of one forward, and the gradients that they are owed."""
+
+    def __init__(
+        self, copies: Copies, table: list[list[int]], parameters: dict[str, Tensor]
+    ) -> None:
+        self.names = list(parameters)
+        self.trained = [tensor.requires_grad for tensor in parameters.values()]
+        self._copies, self._table = copies, table
+        self._of = [(tensor.shape, tensor.dtype) for tensor in parameters.values()]
+        self._sums: list[tuple[Tensor, _ferry.Event] | None] = []
+        first = copies.ranks.rank * copies.local
+        mine = range(first, first + copies.local)
+        self._copied = any(expert in mine for row in table for expert in row)
+
+    def begin_sums(self, grads: tuple[Tensor | None, ...]) -> None:
+        """Collective. What the slots hold goes to the experts that they are copies of: fp32 sums in
+        ascending rank and slot."""
+        copies = self._copies
+        self._sums = []
+        for grad, (shape, _), trained in zip(grads, self._of, self.trained):
+            if not trained:
+                self._sums.append(None)
+                continue
+            width = shape[1:].numel()
+            slots = torch.zeros(copies.slots, width) if grad is None else grad.reshape(-1, width)
+            sums = (torch.zeros if self._copied else torch.empty)(copies.local, width)
+            given = slots.float().contiguous(), sums, self._table
+            self._sums.append((sums, reduce_experts(copies.ranks, *given, stream=copies.stream)))
+
+    def end_sums(self) -> list[Tensor | None]:
+        """Rounded once."""
+        made: list[Tensor | None] = []
+        for each, (shape, dtype) in zip(self._sums, self._of):
+            if each is not None:
+                each[1].wait()
+            made.append(each[0].view(shape).to(dtype) if each and self._copied else None)
+        self._sums = []
+        return made
+
+
+class _Owned(torch.autograd.Function):
+    """From parameters of this rank to a handle of their copies. Its backward comes after those of
+    the own experts and of the dispatch."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        copies: Copies,
-        table: list[list[int]],
-        slots: list[Tensor],
-        *parameters: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.copies, ctx.table = copies, table
-        ctx.shapes = [(tensor.shape, tensor.dtype) for tensor in parameters]
+    def forward(ctx: Any, batch: _Batch, *parameters: Tensor) -> Tensor:
+        ctx.batch = batch
+        return torch.empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, *ctx.batch.end_sums()
+
+
+class _Copied(torch.autograd.Function):
+    """From the handle to the copies in the slots of this rank, [slots, ...] each."""
+
+    @staticmethod
+    def forward(ctx: Any, batch: _Batch, slots: list[Tensor], handle: Tensor) -> tuple[Tensor, ...]:
+        ctx.batch = batch
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in slots)
+        made = tuple(tensor.detach() for tensor in slots)
+        ctx.mark_non_differentiable(*(t for t, trains in zip(made, batch.trained) if not trains))
+        return made
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        made: list[Tensor | None] = []
-        for grad, (shape, dtype), wanted in zip(grads, ctx.shapes, ctx.needs_input_grad[3:]):
-            made.append(_reduced(ctx.copies, ctx.table, grad, shape, dtype) if wanted else None)
-        return None, None, None, *made
+        ctx.batch.begin_sums(grads)
+        return None, None, torch.empty(0)
 
 
 class _Joined(torch.autograd.Function):
@@ -210,17 +310,5 @@ class _Joined(torch.autograd.Function):
         return grad, *[None] * ctx.copies
 
 
-def _reduced(
-    copies: Copies, table: list[list[int]], grad: Tensor | None, shape: Any, dtype: torch.dtype
-) -> Tensor | None:
-    """Collective. What copies on other ranks add to the gradient of this rank's experts: fp32 sums
-    in ascending rank and slot, rounded once."""
-    width = shape[1:].numel()
-    slots = torch.zeros(copies.slots, width) if grad is None else grad.reshape(-1, width).float()
-    sums = torch.zeros(copies.local, width)
-    reduce_experts(copies.ranks, slots.contiguous(), sums, table)
-    first = copies.ranks.rank * copies.local
-    mine = range(first, first + copies.local)
-    if not any(expert in mine for row in table for expert in row):
-        return None
-    return sums.view(shape).to(dtype)
+def _some(table: list[list[int]]) -> bool:
+    return any(expert >= 0 for row in table for expert in row)

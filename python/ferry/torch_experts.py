@@ -15,7 +15,7 @@ from ferry.experts import BatchBalancer
 from ferry.group import FORMATS, Group
 from ferry.handles import find, register
 from ferry.latency import LatencyExchange, LatencyReceived
-from ferry.torch_balance import Copies
+from ferry.torch_balance import COPY_ROWS, Copies
 from ferry.torch_exchange import combine, dispatch, planned
 from ferry.torch_rows import row_weights
 from ferry.torch_through_e4m3 import restored  # importing it defines the operator
@@ -50,11 +50,13 @@ class ExpertParallel(nn.Module):
             counts[e] rows matter. With "e4m3" the rows are e4m3 and their scales,
             f32 [L, N, ceil(H/128)], come third. None: `experts`, with all N rows of each.
         balance: > 0: slots of each rank for copies of busy experts of others, planned for each
-            batch, so that all ranks work on as many rows; on CPUs, without `decode` and
+            batch, so that all ranks work on as many rows; on CPUs, without decode_experts and
             max_recv_rows. `group` has experts=E + group.size * balance for E experts, as many on
             each rank. Parameters of `experts` are [L, ...], an entry for each expert of this rank;
             it is called a second time for copies, with as many entries as there are slots.
         collectives: of the same ranks, for weights and gradients of copies.
+        copy_rows: with `balance`: the work on how many rows a copy costs. Batches that copies would
+            save less than that are left as they are.
     """
 
     @renamed_keywords(sms="num_sms", worst_case_rows="max_recv_rows")
@@ -71,6 +73,7 @@ class ExpertParallel(nn.Module):
         decode_experts: Callable[..., Tensor] | None = None,
         balance: int = 0,
         collectives: Collectives | None = None,
+        copy_rows: int = COPY_ROWS,
     ) -> None:
         super().__init__()
         call = "ExpertParallel"
@@ -88,10 +91,11 @@ class ExpertParallel(nn.Module):
         self.decode_experts = decode_experts
         self._copies: Copies | None = None
         if integer(f"{call}: balance", balance) > 0:
-            if decode_tokens > 0 or max_recv_rows > 0:
-                got = f"decode_tokens={decode_tokens}, max_recv_rows={max_recv_rows} with balance"
-                refuse(call, got, "0 of both: copies serve forward alone")
-            self._copies = Copies(group, balance, collectives)
+            if decode_experts is not None or max_recv_rows > 0:
+                with_experts = "" if decode_experts is None else "decode_experts, "
+                got = f"{with_experts}max_recv_rows={max_recv_rows} with balance"
+                refuse(call, got, "None and 0: experts run once more for copies")
+            self._copies = Copies(group, balance, collectives, copy_rows)
         self._exchanges: dict[tuple[int, int, torch.dtype], LatencyExchange] = {}
         # Of torch_wrapped_experts: whose experts these are; whether their gradients are means; what
         # they are cut by (None: not known), whether that is right, and whether it is wrong.
@@ -211,6 +215,8 @@ class ExpertParallel(nn.Module):
     ) -> Tensor:
         ready(self)
         x, topk_weights = x.contiguous(), topk_weights.contiguous()
+        if self._copies is not None:
+            topk_idx = self._copies.places(self.experts, topk_idx)
         exchange = self._exchange(x, topk_idx)
         received = exchange.dispatch(x, topk_idx, format=self.format, hook=meanwhile is not None)
         if meanwhile is not None:
@@ -237,7 +243,11 @@ class ExpertParallel(nn.Module):
             rows = restored(rows, scales, dtype)
         local, each, hidden = rows.shape
         offsets = torch.arange(0, local * each + 1, each, device=rows.device)
-        made: Tensor = self.experts(rows.reshape(-1, hidden), offsets)
+        flat = rows.reshape(-1, hidden)
+        if self._copies is None:
+            made: Tensor = self.experts(flat, offsets)
+        else:
+            made = self._copies.run(self.experts, flat, offsets)
         return made.view(local, each, -1)
 
 

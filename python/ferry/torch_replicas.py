@@ -8,36 +8,58 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ferry import _ferry
 from ferry.arguments import instance, integer, refuse
 from ferry.collectives import Collectives
+from ferry.tensors import view
 
 Table = Sequence[Sequence[int]]
 """[R][C], the same on all ranks: which expert slot c of rank r is a copy of; -1: of none. Experts
 are numbered over the ranks, L on each."""
 
 
-def copy_experts(ranks: Collectives, experts: Tensor, replicas: Tensor, table: Table) -> None:
+def copy_experts(
+    ranks: Collectives,
+    experts: Tensor,
+    replicas: Tensor,
+    table: Table,
+    *,
+    stream: _ferry.Stream | None = None,
+) -> _ferry.Event:
     """Collective. The slots of `replicas` become the experts that the table names; others keep what
     they hold.
 
     experts: [L, ...] of this rank, dense, L the same on all ranks. replicas: [C, ...], dense, as
-    many bytes an expert, whatever the dtypes.
+    many bytes an expert, whatever the dtypes. stream: one that the call runs on, so that other work
+    goes on until the event that is returned; on CPUs of one domain, elsewhere it is not used.
     """
     source, slots = _bytes("experts", experts), _bytes("replicas", replicas)
     if source.shape[1] != slots.shape[1]:
         got = f"{slots.shape[1]} bytes an expert"
         refuse("copy_experts: replicas", got, f"{source.shape[1]}, as of experts")
-    routes = _Routes("copy_experts", ranks, len(source), len(slots), table)
+    flat = _checked("copy_experts", ranks, len(source), len(slots), table)
+    if _by_pointer(ranks):
+        comes = any(expert >= 0 for expert in table[ranks.rank])
+        return ranks._raw.copy_rows(*_views(source, slots, comes), flat, stream)
+    routes = _Routes(ranks, len(source), table)
     came = routes.swap(source[routes.out], slots.new_empty(len(routes.back), slots.shape[1]), 1)
     if routes.back:  # else torch counts a write to tensors that a backward may still need
         slots[routes.back] = came
+    return _ferry.Event()
 
 
-def reduce_experts(ranks: Collectives, replicas: Tensor, experts: Tensor, table: Table) -> None:
+def reduce_experts(
+    ranks: Collectives,
+    replicas: Tensor,
+    experts: Tensor,
+    table: Table,
+    *,
+    stream: _ferry.Stream | None = None,
+) -> _ferry.Event:
     """Collective. The other way round: what the slots hold is added to the experts that they are
-    copies of, in ascending rank, then slot.
+    copies of, in fp32, in ascending rank, then slot.
 
-    experts: f32 [L, n] of this rank, added to. replicas: f32 [C, n].
+    experts: f32 [L, n] of this rank, added to. replicas: f32 [C, n]. stream: as of `copy_experts`.
     """
     for name, tensor in (("experts", experts), ("replicas", replicas)):
         if tensor.dtype != torch.float32 or tensor.dim() != 2 or not tensor.is_contiguous():
@@ -48,10 +70,38 @@ def reduce_experts(ranks: Collectives, replicas: Tensor, experts: Tensor, table:
         refuse(
             "reduce_experts: replicas", f"{replicas.shape[1]} columns", f"{width}, as of experts"
         )
-    routes = _Routes("reduce_experts", ranks, len(experts), len(replicas), table)
+    flat = _checked("reduce_experts", ranks, len(experts), len(replicas), table)
+    if _by_pointer(ranks):
+        mine = range(ranks.rank * len(experts), (ranks.rank + 1) * len(experts))
+        comes = any(expert in mine for expert in flat)
+        return ranks._raw.add_rows(*_views(replicas, experts, comes), flat, stream)
+    routes = _Routes(ranks, len(experts), table)
     came = routes.swap(replicas[routes.back], experts.new_empty(len(routes.out), width), -1)
     for row, expert in enumerate(routes.out):  # one after the other: the order is the promise
         experts[expert] += came[row]
+    return _ferry.Event()
+
+
+def _by_pointer(ranks: Collectives) -> bool:
+    """Whether ranks read rows of each other: CPUs of one domain."""
+    return ranks.domains == 1 and ranks._gpu is None
+
+
+def _views(x: Tensor, out: Tensor, comes: bool) -> tuple[_ferry.View, _ferry.View]:
+    """comes: something is written to `out`. Else torch counts no write: a backward may still need
+    it."""
+    written = out.detach() if comes else out.data
+    return view("x", x.detach())[0], view("out", written, writable=True)[0]
+
+
+def _checked(call: str, ranks: Collectives, experts: int, slots: int, table: Table) -> list[int]:
+    """The table, flat."""
+    instance(f"{call}: ranks", ranks, Collectives, "a ferry.Collectives")
+    if len(table) != ranks.size or any(len(row) != slots for row in table):
+        shape = f"{len(table)} rows of {sorted({len(row) for row in table})}"
+        refuse(f"{call}: table", shape, f"{ranks.size} rows of {slots}, the slots of a rank")
+    most = ranks.size * experts - 1
+    return [integer(f"{call}: table", one, -1, most) for row in table for one in row]
 
 
 class _Routes:
@@ -61,17 +111,9 @@ class _Routes:
     slots of this rank, in ascending owner and slot.
     """
 
-    def __init__(
-        self, call: str, ranks: Collectives, experts: int, slots: int, table: Table
-    ) -> None:
-        self._ranks = instance(f"{call}: ranks", ranks, Collectives, "a ferry.Collectives")
+    def __init__(self, ranks: Collectives, experts: int, table: Table) -> None:
+        self._ranks = ranks
         size, rank = ranks.size, ranks.rank
-        if len(table) != size or any(len(row) != slots for row in table):
-            shape = f"{len(table)} rows of {sorted({len(row) for row in table})}"
-            refuse(f"{call}: table", shape, f"{size} rows of {slots}, the slots of a rank")
-        for row in table:
-            for one in row:
-                integer(f"{call}: table", one, -1, size * experts - 1)
         named = [(r, c, e) for r, row in enumerate(table) for c, e in enumerate(row) if e >= 0]
         self.out = [e % experts for r, c, e in named if e // experts == rank]
         self._sent = [sum(e // experts == rank for s, _, e in named if s == r) for r in range(size)]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ferry
 import ferry.torch as ft
+from ferry import torch_balance
 
 RANKS, LOCAL, SLOTS, TOPK, HIDDEN, TOKENS = 8, 2, 2, 2, 16, 24
 EXPERTS = RANKS * LOCAL
@@ -48,9 +49,12 @@ class Pair:
         self.ranks = ferry.Collectives(bootstrap, deadline=20)
         self.plain_group = ferry.Group(bootstrap, experts=EXPERTS, deadline=20)
         self.group = ferry.Group(bootstrap, experts=EXPERTS + RANKS * SLOTS, deadline=20)
-        self.plain = ft.ExpertParallel(self.plain_group, Experts(rank), **options)
+        rest = {name: value for name, value in options.items() if name != "copy_rows"}
+        self.plain = ft.ExpertParallel(self.plain_group, Experts(rank), **rest)
         self.balanced = ft.ExpertParallel(
-            self.group, Experts(rank), balance=SLOTS, collectives=self.ranks, **options
+            self.group,
+            Experts(rank),
+            **{"balance": SLOTS, "collectives": self.ranks, "copy_rows": 0} | options,
         )
 
     def close(self) -> None:
@@ -68,14 +72,20 @@ def step(layer: ft.ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor) -> l
     return [y.detach(), *(grad for grad in grads if grad is not None)]
 
 
-def die_in_call(ranks: Any, calls: int) -> None:
-    """This process ends itself instead of exchanging for the `calls`-th time."""
-    exchange, left = ranks.all_to_all, [calls]
+def die_in_call(calls: int, during: bool) -> None:
+    """This process ends itself at the `calls`-th move of weights or gradients: before it, or while
+    it is under way."""
+    left = [calls]
 
-    def all_to_all(*given: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return exchange(*given, **options)
+    def dying(move: Any) -> Any:
+        def moved(*given: Any, **options: Any) -> Any:
+            left[0] -= 1
+            event = None if left[0] == 0 and not during else move(*given, **options)
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return event
 
-    ranks.all_to_all = all_to_all
+        return moved
+
+    torch_balance.copy_experts = dying(torch_balance.copy_experts)
+    torch_balance.reduce_experts = dying(torch_balance.reduce_experts)
