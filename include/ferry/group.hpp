@@ -131,6 +131,7 @@ struct DispatchOptions {
   ScaleFormat scale_format = ScaleFormat::f32;
   RowOrder order = RowOrder::rank_major;
   std::int64_t alignment = 1;  ///< expert-major: rows of every expert padded to a multiple
+  bool row_weights = false;    ///< expert-major: `topk_weights` as `Received::row_weights`, too
   /// > 0: the output has this many rows whatever arrives, so nothing waits for the count; rows
   /// past the last one that arrived are undefined (expert-major: zero), their topk_idx −1. More
   /// arrivals than this are Error(exhausted).
@@ -164,14 +165,16 @@ struct Received {
   Tensor slot_rows{};
   /// i64 [local experts + 1], expert-major only: first row of every expert's block and the end.
   Tensor expert_offsets{};
-  Plan plan{};    ///< of a dispatch that was given routes: the plan that it made
-  Event event{};  ///< complete when the tensors are valid
+  Tensor row_weights{};  ///< f32 [N], when asked for: the weight of each row of `x`, 0 of padding
+  Plan plan{};           ///< of a dispatch that was given routes: the plan that it made
+  Event event{};         ///< complete when the tensors are valid
 };
 
 struct CombineOptions {
   RowOrder order = RowOrder::rank_major;
   std::int64_t alignment = 1;  ///< expert-major: as given to dispatch; rank-major: 1
-  /// f32 [n, K], rank-major (as `Received::topk_weights`): carried back and summed over ranks into
+  /// f32 [n, K], rank-major (as `Received::topk_weights`), or of expert-major rows [M], one for
+  /// each (as `Received::row_weights`): carried back and summed over ranks into
   /// `Combined::topk_weights`.
   std::optional<ConstTensorView> topk_weights{};
   /// Expert-major only: multiply every slot's row by its weight from `topk_weights`.

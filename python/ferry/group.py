@@ -277,6 +277,7 @@ class Group:
         scale_format: str = "f32",
         order: str = "rank_major",
         alignment: int = 1,
+        row_weights: bool = False,
         max_recv_rows: int = 0,
         out: ArrayT | None = None,
         dtype: Any = None,
@@ -301,6 +302,7 @@ class Group:
             order: "rank_major": one row for each (token, this rank). "expert_major": one row for
                 each slot, in blocks of ascending local expert.
             alignment: expert-major: every expert's rows padded with zero rows to a multiple.
+            row_weights: expert-major: `topk_weights` as `row_weights` of the result, too.
             max_recv_rows: > 0: the output has this many rows whatever arrives, so nothing waits
                 for the count. More arrivals raise `ExhaustedError`.
             out: the caller's own output [rows, H] instead of registered memory: one copy more. Of
@@ -330,6 +332,7 @@ class Group:
             choice("dispatch: scale_format", scale_format, SCALE_FORMATS),
             choice("dispatch: order", order, ORDERS),
             integer("dispatch: alignment", alignment, 1),
+            flag("dispatch: row_weights", row_weights),
             integer("dispatch: max_recv_rows", max_recv_rows),
             optional_view("dispatch: out", out, arrives, True, place=place),
             place.stream,
@@ -366,7 +369,8 @@ class Group:
                 in place by the peers; others are copied once.
             order, alignment: of `rows`, as given to dispatch. Expert-major rows are first summed on
                 each rank in ascending k.
-            topk_weights: f32 [n, K], rank-major: carried back and summed over ranks.
+            topk_weights: f32 [n, K], rank-major, or of expert-major rows [M], one for each (as
+                `row_weights` of a dispatch): carried back and summed over ranks.
             apply_weights: expert-major only: multiply each slot's row by its weight.
             bias0, bias1: [T, H], dtype of the rows: added in fp32 after the ranks, in this order.
             out: [T, H], the caller's own output.

@@ -109,6 +109,11 @@ class Received(Result[ArrayT]):
         be read, as `slot_rows`."""
         return self._array(self._raw.expert_offsets)
 
+    @cached_property
+    def row_weights(self) -> ArrayT | None:
+        """f32 [N], expert-major, when asked for: the weight of each row of `x`, 0 of padding."""
+        return self._array(self._raw.row_weights)
+
     @property
     def raw(self) -> _ferry.Received:
         """Ferry's own tensors by the same names, which speak DLPack and are made at each access."""

@@ -61,8 +61,8 @@ HeldPlan plan(const HeldGroup& group, const View& topk_idx, PythonStream* stream
 HeldReceived dispatch(const HeldGroup& group, const View& x, const HeldPlan* plan,
                       const View* topk_idx, const View* topk_weights, const View* scales,
                       WireFormat format, ScaleFormat scale_format, RowOrder order,
-                      std::int64_t alignment, std::int64_t max_recv_rows, const View* out,
-                      PythonStream* stream, int num_sms, Crossing crossing) {
+                      std::int64_t alignment, bool row_weights, std::int64_t max_recv_rows,
+                      const View* out, PythonStream* stream, int num_sms, Crossing crossing) {
   DispatchOptions options;
   options.crossing = crossing;
   options.format = format;
@@ -72,6 +72,7 @@ HeldReceived dispatch(const HeldGroup& group, const View& x, const HeldPlan* pla
   options.scales = optional_read(scales);
   options.order = order;
   options.alignment = alignment;
+  options.row_weights = row_weights;
   options.max_recv_rows = max_recv_rows;
   options.out = optional_write(out);
   options.stream = stream_or_null(stream);
@@ -166,6 +167,7 @@ void bind_results(nb::module_& m) {
       .def_prop_ro("slot_rows", [](const HeldReceived& r) { return to_python(r->slot_rows); })
       .def_prop_ro("expert_offsets",
                    [](const HeldReceived& r) { return to_python(r->expert_offsets); })
+      .def_prop_ro("row_weights", [](const HeldReceived& r) { return to_python(r->row_weights); })
       .def_prop_ro("plan",
                    [](const HeldReceived& r) -> std::optional<HeldPlan> {
                      if (!r->plan) return std::nullopt;
@@ -237,7 +239,7 @@ void bind_exchanges(nb::class_<HeldGroup>& group) {
   group.def("plan", &plan, nb::arg("topk_idx"), nb::arg("stream").none())
       .def("dispatch", &dispatch, nb::arg("x"), nb::arg("plan").none(), nb::arg("topk_idx").none(),
            nb::arg("topk_weights").none(), nb::arg("scales").none(), nb::arg("format"),
-           nb::arg("scale_format"), nb::arg("order"), nb::arg("alignment"),
+           nb::arg("scale_format"), nb::arg("order"), nb::arg("alignment"), nb::arg("row_weights"),
            nb::arg("max_recv_rows"), nb::arg("out").none(), nb::arg("stream").none(),
            nb::arg("num_sms"), nb::arg("crossing"))
       .def("combine", &combine, nb::arg("rows"), nb::arg("plan"), nb::arg("order"),

@@ -36,6 +36,7 @@ def test_rows_and_slots(ranks: int, alignment: int, worst: bool) -> None:
             topk_weights=weights,
             order="expert_major",
             alignment=alignment,
+            row_weights=True,
             max_recv_rows=300 if worst else 0,
         )
         rows = ferry.torch.row_weights(got.topk_weights, got.topk_idx, got.slot_rows, len(got.x))
@@ -44,15 +45,15 @@ def test_rows_and_slots(ranks: int, alignment: int, worst: bool) -> None:
             for k, expert in enumerate(slots):
                 if expert >= 0:
                     expected[got.slot_rows[row, k]] = got.topk_weights[row, k]
-        assert torch.equal(rows, expected)
+        assert torch.equal(rows, expected) and torch.equal(got.row_weights, expected)
         back = ferry.torch.slot_weights(rows, got.topk_idx, got.slot_rows)
         assert torch.equal(back, torch.where(got.topk_idx >= 0, got.topk_weights, 0.0))
         counts = ferry.torch.expert_rows(got.topk_idx, group.local_experts)
         assert counts.tolist() == got.plan.slots_per_expert()
-        combined = group.combine(
-            got.x, got.plan, order="expert_major", alignment=alignment, topk_weights=back
-        )
-        assert torch.equal(combined.topk_weights, torch.where(ids >= 0, weights, 0.0))
+        for weights_back in (back, rows):
+            how = {"order": "expert_major", "alignment": alignment, "topk_weights": weights_back}
+            combined = group.combine(got.x, got.plan, **how)
+            assert torch.equal(combined.topk_weights, torch.where(ids >= 0, weights, 0.0))
 
     run_ranks(ranks, body)
 

@@ -66,11 +66,17 @@ void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
                     const DispatchOptions& options, const Device& where = {});
 void check_combine(const ConstTensorView& rows, std::int64_t tokens, int topk,
                    const CombineOptions& options, const Device& where = {});
+/// One weight for each expert-major row, instead of one for each slot.
+inline bool weights_of_rows(const CombineOptions& options) {
+  return options.order == RowOrder::expert_major && options.topk_weights &&
+         options.topk_weights->dims() == 1;
+}
 /// After the counts are known: exactly the rows that the plan has in this layout, or the
 /// max_recv_rows of one of its dispatches (`dispatched`) in this layout.
 void check_combine_rows(const ExchangePlan& plan, const std::vector<RowLayout>& dispatched,
                         std::int64_t rows, const RowLayout& layout);
-/// The same for the weights of received rows, shape [n, topk].
+/// The same for the weights of received rows, shape [n, topk]; weights of expert-major rows, which
+/// have one dimension, are as many as the rows.
 void check_combine_weights(const ExchangePlan& plan, const std::vector<RowLayout>& dispatched,
                            const Extents& shape, int topk);
 void check_formats(std::string_view call, WireFormat format, ScaleFormat scales);

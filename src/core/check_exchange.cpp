@@ -143,6 +143,13 @@ void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
   if (options.topk_weights) {
     check_exact(kCall, "topk_weights", *options.topk_weights, Dtype::f32, {tokens, topk}, where);
   }
+  if (options.row_weights && options.order != RowOrder::expert_major) {
+    refuse(kCall, "row_weights", "true with rank_major rows",
+           "expert_major (rank-major rows have a weight for each slot)");
+  }
+  if (options.row_weights && !options.topk_weights) {
+    refuse(kCall, "row_weights", "true without topk_weights", "topk_weights beside it");
+  }
   if (options.scales) {
     const ConstTensorView& scales = *options.scales;
     check_view(kCall, "scales", scales, where);
@@ -205,7 +212,9 @@ void check_combine(const ConstTensorView& rows, std::int64_t tokens, int topk,
       }
     }
   }
-  if (options.topk_weights) {
+  if (weights_of_rows(options)) {
+    check_exact(kCall, "topk_weights", *options.topk_weights, Dtype::f32, {rows.shape[0]}, where);
+  } else if (options.topk_weights) {
     const ConstTensorView& weights = *options.topk_weights;
     check_tensor(kCall, "topk_weights", weights, 2, where);
     if (weights.dtype != Dtype::f32) {
@@ -268,7 +277,7 @@ void check_combine_rows(const ExchangePlan& plan, const std::vector<RowLayout>& 
 
 void check_combine_weights(const ExchangePlan& plan, const std::vector<RowLayout>& dispatched,
                            const Extents& shape, int topk) {
-  if (shape[0] == plan.recv_rows()) return;
+  if (shape.size() == 1 || shape[0] == plan.recv_rows()) return;
   for (const RowLayout& used : dispatched) {
     if (used.max_recv_rows > 0 && shape[0] == used.max_recv_rows) return;
   }

@@ -41,6 +41,7 @@ Received on_cpu(const Received& got) {
   cpu.source_token = to_cpu(got.source_token);
   cpu.slot_rows = to_cpu(got.slot_rows);
   cpu.expert_offsets = to_cpu(got.expert_offsets);
+  cpu.row_weights = to_cpu(got.row_weights);
   return cpu;
 }
 
@@ -87,6 +88,21 @@ class ThroughputCase {
   ConstTensorView put(const ConstTensorView& tensor) {
     inputs_.push_back(to_device(tensor, where()));
     return inputs_.back();
+  }
+  /// Weights of expert-major rows come with the dispatch and go with the combine.
+  bool weighs_rows() const {
+    return c_.order == RowOrder::expert_major && c_.weights != WeightKind::none &&
+           (c_.seed >> 10) % 2 == 0;
+  }
+  /// `padding` where no slot is.
+  std::vector<float> of_rows(const std::vector<float>& of_slots, std::int64_t rows,
+                             float padding) const {
+    std::vector<float> weights(static_cast<std::size_t>(rows), padding);
+    for (std::size_t i = 0; i < expected_.slot_rows.size(); ++i) {
+      const std::int64_t row = expected_.slot_rows[i];
+      if (row >= 0) weights[static_cast<std::size_t>(row)] = of_slots[i];
+    }
+    return weights;
   }
   bool quantizes() const { return c_.wire != WireKind::as_is; }
   ScaleFormat scale_format() const {
@@ -168,6 +184,7 @@ class ThroughputCase {
     options.scale_format = scale_format();
     options.order = c_.order;
     options.alignment = c_.alignment;
+    options.row_weights = weighs_rows();
     if (c_.size != SizeKind::exact) options.max_recv_rows = output_rows();
     if (c_.own_output) {
       out_.emplace(output_rows() + static_cast<std::int64_t>(c_.seed % 3), c_.hidden,
@@ -218,6 +235,10 @@ class ThroughputCase {
                   expected_.topk_weights);
     }
     if (!by_expert) return;
+    if (weighs_rows() && same_shape(rank_, "row_weights", got.row_weights, Dtype::f32, {rows})) {
+      same_vector(rank_, "dispatch: row_weights", got.row_weights.as<float>(),
+                  of_rows(expected_.topk_weights, rows, 0.0f));
+    }
     same_vector(rank_, "dispatch: slot_rows", got.slot_rows.as<std::int64_t>(),
                 expected_.slot_rows);
     same_vector(rank_, "dispatch: expert_offsets", got.expert_offsets.as<std::int64_t>(),
@@ -281,12 +302,25 @@ class ThroughputCase {
     options.num_sms = num_sms_;
     std::vector<float> weights;
     const auto n = static_cast<std::int64_t>(expected_.arrivals.size());
+    std::vector<std::vector<std::int64_t>> ids;  // of each rank: slots of no row have no weight
+    for (int d = 0; weighs_rows() && d < group_.size(); ++d) {
+      ids.push_back(expect_dispatch(world, d, c_.order, c_.alignment).topk_idx);
+    }
     if (c_.weights != WeightKind::none) {
-      input.weight = [&](int d, std::int64_t row, int k) { return combine_weight(d, row, k); };
+      input.weight = [&](int d, std::int64_t row, int k) {
+        const bool none =
+            weighs_rows() &&
+            ids[static_cast<std::size_t>(d)][static_cast<std::size_t>(row * c_.topk + k)] < 0;
+        return none ? 0.0f : combine_weight(d, row, k);
+      };
       for (std::int64_t i = 0; i < n * c_.topk; ++i) {
         weights.push_back(combine_weight(me(), i / c_.topk, static_cast<int>(i % c_.topk)));
       }
       options.topk_weights = put({weights.data(), Dtype::f32, {n, c_.topk}});
+    }
+    if (weighs_rows()) {
+      weights = of_rows(weights, rows, -1e30f);  // of padding it must not be read
+      options.topk_weights = put({weights.data(), Dtype::f32, {rows}});
     }
     const std::int64_t tokens = own(world).tokens;
     const auto seed_of = [&](std::uint64_t which) {

@@ -69,7 +69,8 @@ std::int64_t checked_rows(const CombineCall& call) {
     return used.max_recv_rows > 0 && used.order == options.order &&
            used.alignment == options.alignment && used.max_recv_rows == rows;
   };
-  const bool like_weights = !call.has_weights() || options.topk_weights->shape[0] == rows;
+  const bool like_weights =
+      !call.has_weights() || weights_of_rows(options) || options.topk_weights->shape[0] == rows;
   const bool worst_case = std::any_of(dispatched.begin(), dispatched.end(), of_worst_case);
   if (!plan.counts_known() && !(worst_case && like_weights)) {
     if (plan.captured || call.launch.capture().active) {
@@ -159,7 +160,7 @@ void prepare_sums(const CombineCall& call, std::byte* out, CombineBuffers& to) {
   }
   sum.rows = aligned(call, call.rows);
   sum.input_rows = call.rows.rows();
-  if (call.options.apply_weights) {
+  if (call.options.apply_weights && !weights_of_rows(call.options)) {
     sum.weights = static_cast<const float*>(call.options.topk_weights->data);
   }
   sum.dtype = call.rows.dtype;
@@ -170,6 +171,19 @@ void prepare_sums(const CombineCall& call, std::byte* out, CombineBuffers& to) {
   const int share = call.engine.local_sms(), least = std::clamp(share / 4, 1, kEnough);
   sum.num_sms = std::clamp(share - call.num_sms, least, kEnough);
   to.num_sms = std::min(call.num_sms, std::max(1, share - sum.num_sms));
+}
+
+/// Weights of expert-major rows as those of slots.
+void place_slot_weights(const CombineCall& call, float* to, CombineBuffers& buffers) {
+  WeightsParameters parameters;
+  parameters.slot_rows = buffers.slots.as<std::int64_t>();
+  parameters.slots = buffers.brought * call.plan->topk;
+  parameters.rows = call.rows.rows();
+  parameters.from = static_cast<const float*>(call.options.topk_weights->data);
+  parameters.to = to;
+  parameters.num_sms = call.engine.local_sms();
+  call.launch.run(launch_slot_weights(parameters, call.launch.stream()), "launch_slot_weights");
+  if (call.options.apply_weights) buffers.sum.weights = to;
 }
 
 /// False: there is no registered memory for them.
@@ -186,7 +200,9 @@ bool place_rows(const CombineCall& call, CombineBuffers& to) {
   };
   const void* given = call.has_weights() ? call.options.topk_weights->data : nullptr;
   const auto rows = call.expert_major() ? std::nullopt : in_place(call.rows.data, row_bytes);
-  const auto weights = call.has_weights() ? in_place(given, weight_bytes) : std::nullopt;
+  const bool of_rows = weights_of_rows(call.options);
+  const auto weights =
+      call.has_weights() && !of_rows ? in_place(given, weight_bytes) : std::nullopt;
   std::vector<std::size_t> sizes;
   if (!rows) sizes.push_back(row_bytes);
   if (!weights) sizes.push_back(weight_bytes);
@@ -202,7 +218,14 @@ bool place_rows(const CombineCall& call, CombineBuffers& to) {
   } else {
     to.at = copied(call, call.rows.data, row_bytes, taken->front()).region.address;
   }
-  to.side_at = weights ? *weights : copied(call, given, weight_bytes, taken->back()).region.address;
+  if (of_rows) {
+    to.side_at = taken->back().region.address;
+    call.launch.temporary(taken->back());
+    place_slot_weights(call, reinterpret_cast<float*>(taken->back().data()), to);
+  } else {
+    to.side_at =
+        weights ? *weights : copied(call, given, weight_bytes, taken->back()).region.address;
+  }
   return true;
 }
 

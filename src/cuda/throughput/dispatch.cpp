@@ -250,6 +250,9 @@ DispatchBuffers reserve(const DispatchCall& call, const DispatchRows& rows,
       buffers.routes.tokens = call.engine.local_tensor(call.launch, {rows.rank}, Dtype::i32);
     }
     if (call.expert_major()) buffers.fan_out = take_fan_out(call, rows.rank);
+    if (call.options.row_weights) {
+      buffers.fan_out.row_weights = call.engine.local_tensor(call.launch, {rows.out}, Dtype::f32);
+    }
     buffers.status = StepStatus::ok;
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::exhausted) throw;
@@ -402,6 +405,7 @@ Received results(const DispatchCall& call, const DispatchBuffers& buffers) {
   }
   result.slot_rows = buffers.fan_out.slot_rows;
   result.expert_offsets = buffers.fan_out.expert_offsets;
+  result.row_weights = buffers.fan_out.row_weights;
   if (!call.options.out) return result;
   void* out = call.options.out->data;
   if (const std::size_t bytes = result.x.view().bytes(); bytes > 0) {
@@ -411,6 +415,18 @@ Received results(const DispatchCall& call, const DispatchBuffers& buffers) {
   result.x = {TensorView(out, call.row.dtype, shape, device),
               std::shared_ptr<void>(out, [](void*) {})};
   return result;
+}
+
+/// After the fan-out.
+void launch_row_weights(const DispatchCall& call, const Received& result) {
+  WeightsParameters parameters;
+  parameters.slot_rows = result.slot_rows.as<std::int64_t>();
+  parameters.from = result.topk_weights.as<float>();
+  parameters.slots = result.topk_weights.view().shape.product();
+  parameters.rows = result.row_weights.rows();
+  parameters.to = result.row_weights.as<float>();
+  parameters.num_sms = call.engine.local_sms();
+  call.launch.run(launch_row_weights(parameters, call.launch.stream()), "launch_row_weights");
 }
 
 /// What the launch has to know of the plan.
@@ -454,6 +470,7 @@ Received run(const DispatchCall& call) {
   if (buffers.more_routes) launch_routes(call, buffers);
   if (call.expert_major() && !buffers.fan_out.beside) launch_fan_out(call, buffers);
   Received result = results(call, buffers);
+  if (call.options.row_weights) launch_row_weights(call, result);
   // The rows' own region is the result's, or only the fan-out's.
   launch.temporary(std::move(buffers.rank));
   launch.temporary(std::move(buffers.side));

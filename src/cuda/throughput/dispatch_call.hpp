@@ -59,6 +59,7 @@ struct FanOut {
   std::byte* scratch = nullptr;
   Tensor slot_rows{};
   Tensor expert_offsets{};
+  Tensor row_weights{};  ///< if they are asked for
 };
 
 /// The memory of a dispatch.

@@ -48,7 +48,7 @@ class CombineJob {
   void check_places() const;
   void place_rows() const;
   void copy_rows() const;
-  void reduce_slots() const;
+  void reduce_slots(const std::vector<std::int64_t>& slot_rows, const float* weights) const;
   void give_back() const;
 
   CombineCall call_;
@@ -190,14 +190,22 @@ void CombineJob::agree() {
 
 void CombineJob::place_rows() const {
   const auto received = static_cast<std::size_t>(call_.exchange().recv_rows());
+  const float* weights =
+      call_.has_weights() ? static_cast<const float*>(call_.options.topk_weights->data) : nullptr;
+  std::vector<float> of_slots;
   if (call_.expert_major()) {
-    reduce_slots();
+    const auto slot_rows = place_slots(call_.plan->routes.topk_idx,
+                                       call_.exchange().expert_offsets(call_.options.alignment));
+    if (weights_of_rows(call_.options)) {
+      for (const std::int64_t row : slot_rows) of_slots.push_back(row < 0 ? 0.0f : weights[row]);
+      weights = of_slots.data();
+    }
+    reduce_slots(slot_rows, call_.options.apply_weights ? weights : nullptr);
   } else if (memory_.mine != call_.rows.data) {
     copy_rows();
   }
   if (call_.has_weights() && received > 0) {
-    std::memcpy(memory_.mine_weights, call_.options.topk_weights->data,
-                received * call_.weight_bytes());
+    std::memcpy(memory_.mine_weights, weights, received * call_.weight_bytes());
   }
 }
 
@@ -222,14 +230,11 @@ void CombineJob::copy_rows() const {
   if (stream) run.stream_fence();  // before the message says that they are there
 }
 
-void CombineJob::reduce_slots() const {
-  const auto offsets = call_.exchange().expert_offsets(call_.options.alignment);
-  const auto slot_rows = place_slots(call_.plan->routes.topk_idx, offsets);
+/// `weights`: of the slots, or null.
+void CombineJob::reduce_slots(const std::vector<std::int64_t>& slot_rows,
+                              const float* weights) const {
   const auto topk = static_cast<std::size_t>(call_.plan->topk);
   const auto* from = static_cast<const std::byte*>(call_.rows.data);
-  const auto* weights = call_.options.apply_weights
-                            ? static_cast<const float*>(call_.options.topk_weights->data)
-                            : nullptr;
   const Kernels& run = kernels();
   std::array<const void*, kMaxTopk> rows{};
   std::array<float, kMaxTopk> factors{};

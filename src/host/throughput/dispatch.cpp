@@ -62,6 +62,7 @@ class DispatchJob {
   void take_routes(const std::byte* came);
   void check_routes() const;
   void fan_out();
+  void weigh_rows(const std::vector<std::int64_t>& slot_rows);
 
   DispatchCall call_;
   Regions regions_;
@@ -152,6 +153,7 @@ void DispatchJob::make_tensors() {
     const std::int64_t local = call_.engine.placement().local_experts(call_.engine.rank());
     result_.slot_rows = heap_tensor(routes, Dtype::i64);
     result_.expert_offsets = heap_tensor({local + 1}, Dtype::i64);
+    if (call_.options.row_weights) result_.row_weights = heap_tensor({out_rows_}, Dtype::f32);
   }
 }
 
@@ -395,6 +397,16 @@ void DispatchJob::fan_out() {
   const auto slots = call_.exchange().slots_per_expert();
   for (std::size_t e = 0; e < slots.size(); ++e) zero(offsets[e] + slots[e], offsets[e + 1]);
   zero(offsets.back(), out_rows_);
+  if (call_.options.row_weights) weigh_rows(slot_rows);
+}
+
+void DispatchJob::weigh_rows(const std::vector<std::int64_t>& slot_rows) {
+  const auto* given = result_.topk_weights.as<float>();
+  auto* weights = result_.row_weights.as<float>();
+  std::fill_n(weights, out_rows_, 0.0f);
+  for (std::size_t i = 0; i < slot_rows.size(); ++i) {
+    if (slot_rows[i] >= 0) weights[slot_rows[i]] = given[i];
+  }
 }
 
 Received enter_dispatch(HostEngine& engine, const std::shared_ptr<DispatchJob>& job, bool room,

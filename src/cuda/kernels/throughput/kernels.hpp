@@ -216,6 +216,20 @@ cudaError_t launch_fan_out(const FanOutParameters& parameters, cudaStream_t stre
 /// they come, and ends after it. Needs the paths of sm_90.
 cudaError_t launch_fan_out_beside(const FanOutParameters& parameters, cudaStream_t stream);
 
+/// Weights of slots, as expert-major rows have them, or the other way round. Local work only.
+struct WeightsParameters {
+  const std::int64_t* slot_rows = nullptr;  ///< [slots]: row of each, −1 = none
+  std::int64_t slots = 0;
+  std::int64_t rows = 0;  ///< a slot's row that is not below it is none
+  const float* from = nullptr;
+  float* to = nullptr;  ///< 0 where there is none
+  int num_sms = 0;
+};
+/// from: [slots], to: [rows].
+cudaError_t launch_row_weights(const WeightsParameters& parameters, cudaStream_t stream);
+/// from: [rows], to: [slots].
+cudaError_t launch_slot_weights(const WeightsParameters& parameters, cudaStream_t stream);
+
 /// Each received row's slots summed, before a combine from expert-major rows: `acc = fma(w, x,
 /// acc)` (or acc + x without weights) from +0 in ascending k, one rounding. Local work only. All
 /// sources' rows are made side by side, each source's in their order; peers see how far it is, so

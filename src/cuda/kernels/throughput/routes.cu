@@ -1,5 +1,7 @@
-// A caller may want more rows of a plan's routes than the plan's first dispatch brought: these
-// kernels give them.
+// A caller may want more rows of a plan's routes than the plan's first dispatch brought, or weights
+// of slots as those of expert-major rows, and back: these kernels give them.
+#include <algorithm>
+
 #include "cuda/kernels/base/entry.cuh"
 #include "cuda/kernels/base/load.hpp"
 #include "cuda/kernels/throughput/kernels.hpp"
@@ -48,7 +50,48 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/// What slot_rows holds of a dispatch that was refused is not known: no row is touched that there
+/// is not.
+template <bool kToRows>
+__global__ void __launch_bounds__(kThreads)
+    weights_kernel(const __grid_constant__ WeightsParameters p) {
+  const std::int64_t stride = std::int64_t{gridDim.x} * kThreads;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < p.slots;
+       i += stride) {
+    const std::int64_t row = p.slot_rows[i];
+    const bool is_there = row >= 0 && row < p.rows;
+    if constexpr (kToRows) {
+      if (is_there) p.to[row] = p.from[i];
+    } else {
+      p.to[i] = is_there ? p.from[row] : 0.0f;
+    }
+  }
+}
+
+cudaError_t launch_weights(const void* kernel, const WeightsParameters& parameters,
+                           cudaStream_t stream) {
+  if (parameters.slots <= 0) return cudaSuccess;
+  WeightsParameters copy = parameters;
+  void* arguments[] = {&copy};
+  const auto blocks = std::clamp<std::int64_t>((parameters.slots + kThreads - 1) / kThreads, 1,
+                                               std::max(parameters.num_sms, 1));
+  return cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), arguments, 0,
+                          stream);
+}
+
 }  // namespace
+
+cudaError_t launch_row_weights(const WeightsParameters& parameters, cudaStream_t stream) {
+  if (parameters.rows <= 0) return cudaSuccess;
+  const auto bytes = static_cast<std::size_t>(parameters.rows) * sizeof(float);
+  const cudaError_t error = cudaMemsetAsync(parameters.to, 0, bytes, stream);
+  if (error != cudaSuccess) return error;
+  return launch_weights(reinterpret_cast<const void*>(&weights_kernel<true>), parameters, stream);
+}
+
+cudaError_t launch_slot_weights(const WeightsParameters& parameters, cudaStream_t stream) {
+  return launch_weights(reinterpret_cast<const void*>(&weights_kernel<false>), parameters, stream);
+}
 
 cudaError_t launch_routes(const RoutesParameters& parameters, cudaStream_t stream) {
   RoutesParameters copy = parameters;
@@ -60,7 +103,12 @@ cudaError_t launch_routes(const RoutesParameters& parameters, cudaStream_t strea
 }
 
 cudaError_t load_routes_kernels() {
-  return load_kernel(reinterpret_cast<const void*>(&routes_kernel), 0);
+  for (const void* kernel : {reinterpret_cast<const void*>(&routes_kernel),
+                             reinterpret_cast<const void*>(&weights_kernel<true>),
+                             reinterpret_cast<const void*>(&weights_kernel<false>)}) {
+    if (const cudaError_t error = load_kernel(kernel, 0); error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace ferry::cuda
