@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "ferry/group.hpp"
@@ -149,6 +150,29 @@ struct CollectiveOptions {
   int num_sms = 0;           ///< as of ReduceOptions
 };
 
+struct WindowState;
+
+/// Rows in registered memory of every rank, which each rank reads without the others.
+///
+/// The rows of all ranks are numbered one behind the other, in ascending rank. A rank writes to its
+/// own (`rows`); what it wrote before a call of all ranks, a barrier say, the others read after
+/// theirs. A rank's rows are there until it drops its Window and the tensors of `rows`: before
+/// that, all ranks meet. Copies are the same Window.
+class Window {
+ public:
+  Tensor rows() const;  ///< this rank's own, at first 0
+  /// The number of a rank's first row; of `size()`: how many rows there are.
+  std::int64_t first(int rank) const;
+  /// Not collective: copies those rows. numbers: i64 or i32 [n]; out: [n, columns], the Window's
+  /// dtype, dense.
+  void get(const ConstTensorView& numbers, const TensorView& out) const;
+
+ private:
+  friend class Collectives;
+  explicit Window(std::shared_ptr<const WindowState> state) : state_(std::move(state)) {}
+  std::shared_ptr<const WindowState> state_;
+};
+
 /// R ranks that reduce and gather dense tensors in CPU memory, or with backend cuda in the memory
 /// of their GPUs, which must reach each other's (one domain). Made from the same bootstrap as a
 /// Group, or without one; it has flags and registered memory of its own, so its calls on one stream
@@ -220,6 +244,10 @@ class Collectives {
   /// are added to those that the table names, in fp32, in ascending rank, then row.
   Event add_rows(const ConstTensorView& x, const TensorView& out,
                  std::span<const std::int32_t> table, const CollectiveOptions& options = {});
+  /// Collective. `rows` rows of this rank, of as many columns of one dtype as on all ranks, in
+  /// registered memory. Throws Error(exhausted) on all ranks where `memory_bytes` of one do not
+  /// hold its rows, and Error(unsupported) with several domains or backend cuda.
+  Window window(std::int64_t rows, std::int64_t columns, Dtype dtype);
   /// Collective. Returns when every rank has called it.
   void barrier();
 

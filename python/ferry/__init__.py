@@ -25,7 +25,7 @@ from ferry._ferry import (
     TimeStats,
 )
 from ferry.bootstrap import Bootstrap, from_all_gather, from_environment, from_mpi, tcp, threads
-from ferry.collectives import Choice, Collectives
+from ferry.collectives import Choice, Collectives, Window
 from ferry.errors import (
     DeadlineExceededError,
     DestroyedError,
@@ -120,6 +120,7 @@ __all__ = [
     "UnsupportedError",
     "Vault",
     "WaitInterruptedError",
+    "Window",
     "from_all_gather",
     "from_environment",
     "from_mpi",

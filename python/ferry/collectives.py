@@ -25,7 +25,17 @@ from ferry.errors import Error
 from ferry.frameworks import as_numpy
 from ferry.group import BACKENDS, DEFAULT_MEMORY_BYTES, FABRICS, MOST_MEMORY_BYTES, NETWORKS
 from ferry.streams import CPU, Place, Streams, chosen_gpu
-from ferry.tensors import dtype_named, empty_array, plain_view, view
+from ferry.tensors import (
+    TORCH,
+    Like,
+    array,
+    dtype_named,
+    empty_array,
+    is_torch_dtype,
+    like_of,
+    plain_view,
+    view,
+)
 
 OPS = {
     "sum": _ferry.ReduceOp.sum,
@@ -75,6 +85,37 @@ class Choice:
     slow_pairs: list[tuple[int, int, float]]
     """Two domains and the bytes a second between them, where that is less than the network
     interfaces of both allow."""
+
+
+class Window:
+    """Rows in registered memory of every rank, which each rank reads without the others.
+
+    The rows of all ranks are numbered one behind the other, in ascending rank. A rank writes to
+    its own; what it wrote before a call of all ranks, a barrier say, the others read after theirs.
+    A rank's rows are there until it drops its Window and `rows`: before that, all ranks meet.
+    """
+
+    def __init__(self, raw: _ferry.Window, like: Like) -> None:
+        self._raw = raw
+        self._like = like
+        self._flat_dtype = raw.rows.dtype
+
+    @property
+    def rows(self) -> Any:
+        """This rank's own [rows, columns], at first 0."""
+        return array(self._raw.rows, self._like)
+
+    def first(self, rank: int) -> int:
+        """The number of a rank's first row; of the number of ranks: how many rows there are."""
+        return self._raw.first(integer("first: rank", rank, 0, INT32_MAX))
+
+    def get(self, numbers: Any, out: Any) -> None:
+        """Not collective: copies those rows. numbers: i64 or i32 [n]. out: [n, columns], dense, of
+        the Window's dtype, or bytes that carry it."""
+        self._raw.get(
+            view("get: numbers", numbers, expected="i64 or i32")[0],
+            view("get: out", out, self._flat_dtype, True)[0],
+        )
 
 
 class Collectives:
@@ -359,6 +400,21 @@ class Collectives:
         raw = _view("recv: x", x, dtype, place, True)
         return self._raw.recv(raw, *self._peer("recv", peer, tag), place.stream)
 
+    def window(self, rows: int, columns: int, dtype: Any = "f32", like: Any = None) -> Window:
+        """Collective. Rows of this rank in registered memory that other ranks read by themselves;
+        columns and dtype as on all ranks. dtype, like: as of `empty`.
+
+        Raises `ExhaustedError` on all ranks where memory_bytes of one do not hold its rows, and
+        `UnsupportedError` with several domains or backend "cuda".
+        """
+        chosen = TORCH if like is None and is_torch_dtype(dtype) else like_of("window: like", like)
+        raw = self._raw.window(
+            integer("window: rows", rows),
+            integer("window: columns", columns),
+            dtype_named("window: dtype", dtype),
+        )
+        return Window(raw, chosen)
+
     def barrier(self) -> None:
         """Collective. Returns when every rank has called it."""
         self._raw.barrier()
@@ -473,4 +529,4 @@ def _flat(name: str, value: Any, writable: bool, place: Place) -> Any:
     return value if immutable is None else immutable[0].reshape(-1)
 
 
-__all__ = ["Choice", "Collectives"]
+__all__ = ["Choice", "Collectives", "Window"]

@@ -126,6 +126,26 @@ HeldTensor empty(const HeldCollectives& all, const std::vector<std::int64_t>& sh
   return HeldTensor(without_gil([&] { return all->empty(Extents(std::span(shape)), dtype); }));
 }
 
+using HeldWindow = Held<Window>;
+
+HeldWindow window(const HeldCollectives& all, std::int64_t rows, std::int64_t columns,
+                  Dtype dtype) {
+  return HeldWindow(without_gil([&] { return all->window(rows, columns, dtype); }));
+}
+
+void bind_window(nb::module_& m) {
+  nb::class_<HeldWindow>(m, "Window")
+      .def_prop_ro("rows", [](const HeldWindow& w) { return HeldTensor(w->rows()); })
+      .def(
+          "first", [](const HeldWindow& w, int rank) { return w->first(rank); }, nb::arg("rank"))
+      .def(
+          "get",
+          [](const HeldWindow& w, const View& numbers, const View& out) {
+            without_gil([&] { w->get(numbers.read(), out.write()); });
+          },
+          nb::arg("numbers"), nb::arg("out"));
+}
+
 void bind_compression(nb::module_& m) {
   nb::class_<CompressionStats>(m, "CompressionStats", "What a rank has encoded since creation.")
       .def_ro("calls", &CompressionStats::calls, "Calls whose sums crossed in codes.")
@@ -193,6 +213,7 @@ void bind_options(nb::module_& m) {
 void bind_collectives(nb::module_& m) {
   bind_options(m);
   bind_compression(m);
+  bind_window(m);
   nb::class_<HeldCollectives>(m, "Collectives")
       .def("__init__", &make, nb::arg("bootstrap"), nb::arg("deadline"), nb::arg("memory_bytes"),
            nb::arg("fabric"), nb::arg("sim_seed"), nb::arg("domain_size"), nb::arg("network"),
@@ -231,6 +252,7 @@ void bind_collectives(nb::module_& m) {
           nb::arg("bytes"), nb::arg("any_order"))
       .def("barrier", [](const HeldCollectives& c) { without_gil([&] { c->barrier(); }); })
       .def("empty", &empty, nb::arg("shape"), nb::arg("dtype"))
+      .def("window", &window, nb::arg("rows"), nb::arg("columns"), nb::arg("dtype"))
       .def(
           "is_registered",
           [](const HeldCollectives& c, std::uintptr_t address) {

@@ -190,6 +190,19 @@ Event Collectives::recv(const TensorView& x, int peer, int tag, const Collective
   });
 }
 
+Window Collectives::window(std::int64_t rows, std::int64_t columns, Dtype dtype) {
+  return call(engine_, "window", [&](CollectivesEngine& engine) {
+    if (rows < 0 || rows > kMaxRows) {
+      refuse("window", "rows", std::to_string(rows), "0 … " + std::to_string(kMaxRows));
+    }
+    if (columns < 1) refuse("window", "columns", std::to_string(columns), "at least 1");
+    if (columns > static_cast<std::int64_t>(kMaxRowBytes / size_of(dtype))) {
+      refuse("window", "columns", std::to_string(columns), "rows of at most 1 GiB");
+    }
+    return Window(engine.window(rows, columns, dtype));
+  });
+}
+
 void Collectives::barrier() {
   call(engine_, "barrier", [](CollectivesEngine& engine) { engine.engine().barrier(); });
 }

@@ -25,6 +25,7 @@ const char* name_of(CallKind kind) {
     case CallKind::all_to_all: return "all_to_all";
     case CallKind::copy_rows: return "copy_rows";
     case CallKind::add_rows: return "add_rows";
+    case CallKind::window: return "window";
     case CallKind::regroup: return "regroup";
     case CallKind::commit: return "commit";
     case CallKind::recover: return "recover";

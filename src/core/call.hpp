@@ -26,6 +26,7 @@ enum class CallKind : std::uint32_t {
   all_to_all,
   copy_rows,
   add_rows,
+  window,
   regroup,  ///< swaps nothing; for `CallWord`
   commit,
   recover,  ///< of a vault

@@ -143,6 +143,13 @@ struct RowTable {
   std::vector<Move> moves{};  ///< of all ranks, in the order in which they are added
 };
 
+/// Of a Window: everything that it reads stays mapped as long as this lives.
+struct WindowState {
+  Tensor own{};
+  std::vector<std::int64_t> first{};     ///< [ranks + 1]
+  std::vector<const std::byte*> rows{};  ///< [ranks]: where each rank's begin
+};
+
 /// Arguments were checked as far as one rank can.
 class CollectivesEngine {
  public:
@@ -169,6 +176,12 @@ class CollectivesEngine {
   virtual Event recv(const TensorView& /*x*/, int /*peer*/, int /*tag*/,
                      const CollectiveOptions& /*options*/) {
     no_transfers("recv");
+  }
+  virtual std::shared_ptr<const WindowState> window(std::int64_t /*rows*/, std::int64_t /*columns*/,
+                                                    Dtype /*dtype*/) {
+    throw Error(ErrorKind::unsupported,
+                "window: rows in GPU memory are not read by other ranks alone yet; expected "
+                "collectives with backend host");
   }
   /// Where the tensors lie.
   virtual Device device() const { return {}; }

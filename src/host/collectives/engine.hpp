@@ -65,6 +65,8 @@ class HostCollectives final : public CollectivesEngine,
   Event send(const ConstTensorView& x, int peer, int tag,
              const CollectiveOptions& options) override;
   Event recv(const TensorView& x, int peer, int tag, const CollectiveOptions& options) override;
+  std::shared_ptr<const WindowState> window(std::int64_t rows, std::int64_t columns,
+                                            Dtype dtype) override;
   ferry::Choice choice(std::size_t bytes, bool any_order) const override;
   Engine& engine() override { return *engine_; }
   CompressionStats compression() const override { return compression_.stats(); }
@@ -80,6 +82,7 @@ class HostCollectives final : public CollectivesEngine,
   // For the calls, inside work.
 
   Channel& channel() { return engine_->channel(); }
+  const std::shared_ptr<engine::Memory>& memory() const { return engine_->shared_memory(); }
   const Domains& domains() const { return engine_->topology(); }
   int rank() const { return engine_->rank(); }
   int size() const { return engine_->size(); }
