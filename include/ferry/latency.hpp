@@ -108,6 +108,17 @@ class LatencyReceived {
   std::shared_ptr<LatencyState> state_{};
 };
 
+/// Expert-major rows that others make while a combine runs, as a grouped GEMM does: in blocks of
+/// each expert's rows.
+struct BlockSignals {
+  /// i32 [local experts, ceil(ranks · capacity / block_rows)], dense: block b of expert e is read
+  /// once made[e][b] is `threshold` or more, which its maker stores last, with release order.
+  /// Blocks without valid rows need none.
+  ConstTensorView made;
+  std::int64_t block_rows = 64;
+  std::int32_t threshold = 1;
+};
+
 struct LatencyCombineOptions {
   /// Of expert-major rows. Rank-major rows [ranks, capacity, H] hold one row for each token, the
   /// caller's own weighted sum: they are added in ascending rank, whatever the path.
@@ -119,6 +130,10 @@ struct LatencyCombineOptions {
   /// waits for those of the other ranks.
   bool hook = false;
   std::optional<TensorView> out{};  ///< [T, H], the caller's own output; overlaps no row of `rows`
+  /// Not given: all rows are made. Rows are sent owner by owner, those of each in ascending token,
+  /// as soon as their blocks are made; the call, with a hook, too, returns when all are. A block
+  /// that is not made within the deadline is Error(deadline). In CPU memory alone.
+  std::optional<BlockSignals> signals{};
   Stream* stream = nullptr;
 };
 

@@ -216,6 +216,9 @@ class LatencyExchange:
         wait_ns: Any = None,
         hook: bool = False,
         out: ArrayT | None = None,
+        signals: Any = None,
+        block_rows: int = 64,
+        threshold: int = 1,
         stream: Any = None,
     ) -> LatencyCombined[ArrayT]:
         """Collective. Brings rows back to the owners of their tokens and sums them.
@@ -237,6 +240,10 @@ class LatencyExchange:
             hook: only send; `receive()` of the result does the rest. With "per_rank" and weights
                 given here the sending waits for those of the other ranks.
             out: [T, H], the caller's own output. It may not overlap `rows`.
+            signals: of expert-major rows in CPU memory that others make while the call runs: i32
+                [L, ceil(R*C / block_rows)]; block b of an expert is read once its signal, which its
+                maker stores last, is `threshold` or more. What is not made within the deadline
+                raises `DeadlineExceededError`.
             stream: as for the dispatch.
         """
         name = "latency combine"
@@ -252,6 +259,9 @@ class LatencyExchange:
             optional_view(f"{name}: wait_ns", wait_ns, writable=True, expected="i64", place=place),
             flag(f"{name}: hook", hook),
             optional_view(f"{name}: out", out, self._carried(out), True, place=place),
+            optional_view(f"{name}: signals", signals, expected="i32", place=place),
+            integer(f"{name}: block_rows", block_rows, 1),
+            integer(f"{name}: threshold", threshold, -INT32_MAX - 1, INT32_MAX),
             place.stream,
         )
         return LatencyCombined(place.finished(raw), like, out)

@@ -82,20 +82,22 @@ Received dispatch(const HeldExchange& exchange, const View& x, const View& topk_
 
 Combined combine(const HeldExchange& exchange, const View& rows, const Received& received,
                  const View* topk_weights, CombinePath path, CombineFormat format,
-                 const View* wait_ns, bool hook, const View* out, const nb::object& stream) {
+                 const View* wait_ns, bool hook, const View* out, const View* signals,
+                 std::int64_t block_rows, std::int32_t threshold, const nb::object& stream) {
   LatencyCombineOptions options;
+  if (signals != nullptr) options.signals = {signals->read(), block_rows, threshold};
   options.path = path;
   options.format = format;
   options.wait_ns = optional_write(wait_ns);
   options.hook = hook;
   options.out = optional_write(out);
   options.stream = stream_or_null(stream_pointer(stream));
-  const KeepUntilDone keep(stream_pointer(stream), {&rows, topk_weights, wait_ns, out});
+  const KeepUntilDone keep(stream_pointer(stream), {&rows, topk_weights, wait_ns, out, signals});
   LatencyCombined result = without_gil([&] {
     if (topk_weights == nullptr) return exchange->combine(rows.read(), received.get(), options);
     return exchange->combine(rows.read(), received.get(), topk_weights->read(), options);
   });
-  return hold(std::move(result), hook, stream, {&rows, topk_weights, wait_ns, out});
+  return hold(std::move(result), hook, stream, {&rows, topk_weights, wait_ns, out, signals});
 }
 
 void bind_formats(nb::module_& m) {
@@ -140,10 +142,12 @@ void bind_latency(nb::module_& m) {
       .def("combine", &combine, nb::arg("rows"), nb::arg("received"),
            nb::arg("topk_weights").none(), nb::arg("path"), nb::arg("format"),
            nb::arg("wait_ns").none(), nb::arg("hook"), nb::arg("out").none(),
+           nb::arg("signals").none(), nb::arg("block_rows"), nb::arg("threshold"),
            nb::arg("stream").none(),
            nb::sig("def combine(self, rows: View, received: LatencyReceived, topk_weights: View | "
                    "None, path: CombinePath, format: CombineFormat, wait_ns: View | None, hook: "
-                   "bool, out: View | None, stream: Stream | None) -> LatencyCombined"))
+                   "bool, out: View | None, signals: View | None, block_rows: int, threshold: int, "
+                   "stream: Stream | None) -> LatencyCombined"))
       .def(
           "masked",
           [](const HeldExchange& e) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -298,6 +300,58 @@ def test_refusals(rng: np.random.Generator) -> None:
         return True
 
     assert all(run_ranks(RANKS, body, experts=EXPERTS))
+
+
+def make_rows(made: np.ndarray, rows: np.ndarray, signals: np.ndarray, block: int) -> None:
+    for e in reversed(range(len(made))):
+        for b in range(signals.shape[1]):
+            at = slice(b * block, (b + 1) * block)
+            rows[e, at] = made[e, at]
+            signals[e, b] = 2
+
+
+def test_rows_are_sent_as_their_blocks_are_made(rng: np.random.Generator) -> None:
+    """A thread makes rows of 0 and then says so; who never does ends with the deadline."""
+    case = Case(rng)
+
+    def body(group: ferry.Group) -> None:
+        lat = exchange(group)
+        for path, block in itertools.product(("per_slot", "per_rank"), (1, 7, RANKS * CAPACITY)):
+            sent = lat.dispatch(case.x[group.rank], case.routes[group.rank])
+            made = np.array(sent.x)
+            rows = np.full_like(made, np.nan)
+            signals = np.zeros((len(made), -(-RANKS * CAPACITY // block)), np.int32)
+
+            maker = threading.Timer(0.01, make_rows, (made, rows, signals, block))
+            maker.start()
+            got = lat.combine(
+                rows,
+                sent,
+                case.weights[group.rank],
+                path=path,
+                signals=signals,
+                block_rows=block,
+                threshold=2,
+            )
+            maker.join()
+            assert np.array_equal(got.x, case.combined(group.rank))
+        sent = lat.dispatch(case.x[group.rank], case.routes[group.rank])
+        weights, wrong = case.weights[group.rank], np.zeros((len(made), 2), np.int32)
+        with pytest.raises(ferry.InvalidArgumentError, match="signals: got shape"):
+            lat.combine(made, sent, weights, signals=wrong)
+        assert np.array_equal(lat.combine(made, sent, weights).x, case.combined(group.rank))
+
+    run_ranks(RANKS, body, experts=EXPERTS)
+
+
+def test_a_block_that_is_not_made() -> None:
+    with ferry.Group(ferry.threads(1)[0], experts=2, deadline=0.2) as group:
+        lat = ferry.LatencyExchange(group, capacity=2, hidden=16, topk=1, dtype="f32")
+        sent = lat.dispatch(np.ones((1, 16), np.float32), np.ones((1, 1), np.int64))
+        signals = np.array([[9], [0]], np.int32)
+        expected = "block 0 of local expert 1 of rank 0 was not made"
+        with pytest.raises(ferry.DeadlineExceededError, match=expected):
+            lat.combine(sent.x, sent, np.ones((1, 1), np.float32), signals=signals)
 
 
 def test_nothing_arrives_before_the_hook(rng: np.random.Generator) -> None:

@@ -74,6 +74,26 @@ void check_weights(const std::optional<ConstTensorView>& weights,
               where);
 }
 
+void check_signals(const BlockSignals& signals, const LatencyConfig& config,
+                   const LatencyDispatched& dispatched, const Device& where) {
+  if (where.kind != DeviceKind::cpu) {
+    throw Error(ErrorKind::unsupported,
+                std::string(kCombine) +
+                    ": signals: got rows in GPU memory; expected rows in CPU memory: the kernels "
+                    "wait for no block yet");
+  }
+  if (dispatched.order == RowOrder::rank_major) {
+    refuse(kCombine, "signals", "signals with rank-major rows", "expert-major rows");
+  }
+  if (signals.block_rows < 1) {
+    refuse(kCombine, "signals: block_rows", to_string(signals.block_rows), "at least 1");
+  }
+  const std::int64_t rows = dispatched.ranks * config.capacity;
+  const std::int64_t blocks = (rows + signals.block_rows - 1) / signals.block_rows;
+  check_exact(kCombine, "signals", signals.made, Dtype::i32, {dispatched.local_experts, blocks},
+              where);
+}
+
 }  // namespace
 
 void check_latency_combine(const ConstTensorView& rows,
@@ -101,6 +121,7 @@ void check_latency_combine(const ConstTensorView& rows,
           : Extents{dispatched.local_experts, dispatched.ranks * config.capacity, config.hidden};
   check_exact(kCombine, "rows", rows, config.dtype, shape, where);
   check_weights(topk_weights, dispatched, where);
+  if (options.signals) check_signals(*options.signals, config, dispatched, where);
   if (options.out) {
     check_exact(kCombine, "out", *options.out, config.dtype, {dispatched.tokens, config.hidden},
                 where);

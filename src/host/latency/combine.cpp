@@ -117,6 +117,7 @@ LatencyCombineCall HostLatency::combine_call(const Exchange& exchange,
   LatencyCombineCall call;
   call.format = options.format;
   call.wait_ns = options.wait_ns;
+  call.signals = options.signals;
   const bool summed = exchange.options.order == RowOrder::rank_major;
   call.by_rank = summed || options.path == CombinePath::per_rank;
   call.weights_follow = call.by_rank && topk_weights.has_value();

@@ -2,8 +2,11 @@
 // one for each rank.
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <span>
 #include <string>
+#include <thread>
 
 #include "core/check.hpp"
 #include "host/kernels/kernels.hpp"
@@ -44,6 +47,57 @@ class SlotSum {
   std::array<const void*, kMaxTopk> rows_{};
   std::array<float, kMaxTopk> weights_{};
   SumRows sum_{};
+};
+
+/// Rows that others make meanwhile.
+class RowsBeingMade {
+ public:
+  RowsBeingMade(const LatencyMemory& memory, const LatencyCombineCall& call)
+      : engine_(memory.engine), rows_(memory.output_rows()) {
+    if (call.signals) signals_ = &*call.signals;
+  }
+  /// `place`: of all experts' rows.
+  void await(std::int32_t place) const {
+    if (signals_ == nullptr) return;
+    const std::int64_t expert = place / rows_, block = place % rows_ / signals_->block_rows;
+    const std::int64_t at = expert * signals_->made.strides[0] + block;
+    auto* word = const_cast<std::int32_t*>(static_cast<const std::int32_t*>(signals_->made.data));
+    const std::atomic_ref<std::int32_t> made(word[at]);
+    // acquire: the block's rows are there once its maker's release store is seen.
+    if (made.load(std::memory_order_acquire) >= signals_->threshold) return;
+    wait_for(made, expert, block);
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void wait_for(const std::atomic_ref<std::int32_t>& made, std::int64_t expert,
+                std::int64_t block) const {
+    constexpr std::chrono::microseconds kSpins{200}, kNap{50};
+    const auto start = Clock::now();
+    unsigned naps = 0;
+    while (made.load(std::memory_order_acquire) < signals_->threshold) {
+      const auto waited = Clock::now() - start;
+      if (waited > engine_.config().deadline) refuse_late(expert, block);
+      if (waited < kSpins) {
+        std::this_thread::yield();
+        continue;
+      }
+      if (++naps % 1000 == 0 && engine_.config().on_wait) engine_.config().on_wait();
+      std::this_thread::sleep_for(kNap);
+    }
+  }
+  [[noreturn]] void refuse_late(std::int64_t expert, std::int64_t block) const {
+    throw Error(ErrorKind::deadline,
+                "latency combine: signals: block " + std::to_string(block) + " of local expert " +
+                    std::to_string(expert) + " of rank " + std::to_string(engine_.rank()) +
+                    " was not made within the deadline",
+                {engine_.rank(), engine_.rank(), "latency combine: signals", 0, 0, 0});
+  }
+
+  const HostEngine& engine_;
+  std::int64_t rows_;
+  const BlockSignals* signals_ = nullptr;
 };
 
 /// Rows on their way to one owner, where they lie one behind the other: inside the domain each
@@ -163,16 +217,20 @@ std::size_t send_sums_to(LatencyMemory& memory, SumRoom& room, const Exchange& e
     out.add(encode_sum(memory, call, row, out.room()));
   };
   SlotSum sum(memory.config);
+  const RowsBeingMade made(memory, call);
   for (std::size_t n = 0; n < arrivals.size(); ++n) {
+    const std::span own = fanned_out ? places.subspan(n * topk, topk) : places;
+    for (const std::int32_t place : own) {
+      if (place >= 0) made.await(place);
+    }
     if (!fanned_out) {
       send(from + memory.slot(0, owner, arrivals[n].row) * memory.plain_bytes());
     } else if (call.by_rank) {
       std::byte* row = call.format == CombineFormat::as_is ? out.room() : room.one.data();
-      sum.add_up(from, places.data() + n * topk, weights_of(memory, exchange, call, first + n),
-                 row);
+      sum.add_up(from, own.data(), weights_of(memory, exchange, call, first + n), row);
       send(row);
     } else {
-      for (const std::int32_t place : places.subspan(n * topk, topk)) {
+      for (const std::int32_t place : own) {
         if (place >= 0) send(from + static_cast<std::size_t>(place) * memory.plain_bytes());
       }
     }

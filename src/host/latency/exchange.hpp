@@ -129,6 +129,7 @@ struct LatencyCombineCall {
   bool weights_follow = false;   ///< they are pushed ahead of the rows
   std::vector<float> weights{};  ///< own, [T, K]; empty: rank-major
   std::optional<TensorView> wait_ns{};
+  std::optional<BlockSignals> signals{};
   Tensor out{};
 };
 
