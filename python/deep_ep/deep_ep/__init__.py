@@ -27,6 +27,7 @@ from deep_ep.buffers.allocator import BufferAllocator
 from deep_ep.buffers.base import BufferBase
 from deep_ep.buffers.bucket import BucketBuffer, BucketSession
 from deep_ep.buffers.elastic import ElasticBuffer
+from deep_ep.buffers.engram import EngramBuffer
 from deep_ep.buffers.ep import EPBuffer
 from deep_ep.buffers.pp import PPBuffer
 from deep_ep.config import Config, topk_idx_t
@@ -48,6 +49,7 @@ __all__ = [
     "EPBuffer",
     "EPHandle",
     "ElasticBuffer",
+    "EngramBuffer",
     "EventHandle",
     "EventOverlap",
     "HybridEPBuffer",

@@ -12,6 +12,7 @@ from deep_ep.errors import refuse, require
 from deep_ep.layout import ranks_of_tokens
 
 _ROW_STEP_BYTES = 16
+_SCALES = (torch.float32, torch.int32)
 _CARRIED = {  # by Ferry as they are
     torch.float32,
     torch.bfloat16,
@@ -94,13 +95,17 @@ def check_weights(call: str, topk_weights: Any, rows: int, slots: int | None) ->
 
 
 def carried_scales(call: str, x: Tensor, scales: Any) -> Tensor:
-    """Scales as Ferry takes them: four bytes each, whatever they mean."""
+    """Scales as Ferry takes them: four bytes each, whatever they mean; four of one byte as one."""
     require(x.element_size() == 1, call, "x", x.dtype, "elements of one byte beside scales")
     good = isinstance(scales, Tensor) and scales.dim() == 2 and scales.shape[0] == x.shape[0]
-    good = good and scales.dtype in (torch.float32, torch.int32)
-    wanted = f"torch.float32 or torch.int32 of shape ({x.shape[0]}, any)"
+    good = good and (scales.dtype in _SCALES or scales.element_size() == 1)
+    wanted = f"torch.float32, torch.int32 or of one byte, of shape ({x.shape[0]}, any)"
     require(good, call, "x[1], the scales", words(scales), wanted)
     carried: Tensor = scales
+    if carried.element_size() == 1:
+        good = carried.is_contiguous() and carried.shape[1] % 4 == 0
+        got = f"{words(carried)} and strides {carried.stride()}"
+        require(good, call, "x[1], the scales", got, "dense rows of a multiple of 4 bytes")
     return carried if carried.dtype == torch.float32 else carried.view(torch.float32)
 
 

@@ -11,7 +11,10 @@ import ferry
 from deep_ep.borrowed import tensor_of
 from deep_ep.event import EventOverlap
 from deep_ep.handles import Exchange
+from deep_ep.sizes import round_up
 from deep_ep.streams import Turn
+
+_SF_BYTES = 16  # where a column of scales begins
 
 
 class Call(NamedTuple):
@@ -43,6 +46,14 @@ def with_scales(received: Any, dtype: torch.dtype, scales: Tensor | None) -> Any
     if x.dtype != dtype:
         x = x.view(dtype)
     return x if scales is None else (x, tensor_of(received.raw.scales).view(scales.dtype))
+
+
+def column_major(scales: Tensor) -> Tensor:
+    """The same values, each column dense and beginning at a multiple of 16 bytes."""
+    rows, columns = scales.shape
+    step = round_up(rows * scales.element_size(), _SF_BYTES) // scales.element_size()
+    made = torch.empty_strided((rows, columns), (1, step), dtype=scales.dtype, device=scales.device)
+    return made.copy_(scales)
 
 
 def summed_apart(call: Call, exchange: Exchange, topk_weights: Tensor) -> Tensor:

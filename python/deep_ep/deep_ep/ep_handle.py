@@ -7,16 +7,45 @@ caller may also set them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import ferry.torch
+from deep_ep.borrowed import tensor_of
 from deep_ep.errors import refuse
 from deep_ep.event import EventHandle
 from deep_ep.handles import Exchange, prefix_of
 from ferry.torch import record_stream
+
+
+class Arrived:
+    """What a dispatch of Ferry's says of the rows that it brought: tensors of torch once somebody
+    looks, only to be read."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = (raw.topk_idx, raw.slot_rows, raw.source_token)
+
+    @cached_property
+    def topk_idx(self) -> Tensor:
+        """i64 [n, K], local ids."""
+        return tensor_of(self._raw[0])
+
+    def keep(self, topk_idx: Tensor) -> None:
+        """A copy of these, whose memory is given away."""
+        self.__dict__["topk_idx"] = topk_idx.clone()
+
+    @cached_property
+    def slot_rows(self) -> Tensor | None:
+        """i64 [n, K], expert-major only."""
+        return None if self._raw[1] is None else tensor_of(self._raw[1])
+
+    @cached_property
+    def source_token(self) -> Tensor:
+        """i32 [n]."""
+        return tensor_of(self._raw[2])
 
 
 class EPHandle:
@@ -52,8 +81,8 @@ class EPHandle:
     num_sms: int
     token_metadata_at_forward: Tensor | None
     channel_linked_list: Tensor | None
+    arrived: Arrived
     _exchange: Exchange
-    _parts: tuple[Tensor | None, ...]
     _ready: EventHandle | None
 
     def __init__(
@@ -82,19 +111,16 @@ class EPHandle:
         # Put together anew from the fields of one: known by the memory of this one.
         origin = getattr(recv_src_metadata.untyped_storage(), "_ferry_origin", None)
         if origin is not None:
-            self._exchange, self._parts, self._ready = origin
+            self._exchange, self.arrived, self._ready = origin
 
     @classmethod
-    def of(
-        cls, exchange: Exchange, settings: dict[str, Any], parts: tuple[Tensor | None, ...]
-    ) -> EPHandle:
-        """settings: the first six fields. parts: topk_idx, slot_rows and source_token as Ferry's
-        dispatch brought them; they must be ready on the current stream."""
+    def of(cls, exchange: Exchange, settings: dict[str, Any], arrived: Arrived) -> EPHandle:
+        """settings: the first six fields. What has arrived must be ready on the current stream."""
         self = cls.__new__(cls)
-        self.__dict__.update(settings)
-        self.token_metadata_at_forward = self.channel_linked_list = None
-        self.cached_recv_src_metadata_before_sort = None
-        self._exchange, self._parts, self._ready = exchange, parts, None
+        fields = self.__dict__ = dict(settings)
+        fields["token_metadata_at_forward"] = fields["channel_linked_list"] = None
+        fields["cached_recv_src_metadata_before_sort"] = None
+        fields["_exchange"], fields["arrived"], fields["_ready"] = exchange, arrived, None
         return self
 
     def after(self, event: EventHandle | None) -> None:
@@ -108,7 +134,7 @@ class EPHandle:
         self._wait()
         made = make(self)
         if name == "recv_src_metadata":
-            origin = (self._exchange, self._parts, self._ready)
+            origin = (self._exchange, self.arrived, self._ready)
             made.untyped_storage()._ferry_origin = origin
         if not self._exchange.captured:
             self.__dict__[name] = made
@@ -120,7 +146,8 @@ class EPHandle:
         if self._exchange.captured and not torch.cuda.is_current_stream_capturing():
             return  # an event of a graph: replays are the caller's to order
         self._ready.stream_wait(None)
-        for tensor in self._parts:
+        arrived = self.arrived
+        for tensor in (arrived.topk_idx, arrived.slot_rows, arrived.source_token):
             if tensor is not None:
                 record_stream(tensor)
 
@@ -132,13 +159,6 @@ def exchange_of(call: str, handle: Any) -> Exchange:
         refuse(call, "handle", type(handle).__name__, "the EPHandle of a dispatch")
     exchange: Exchange = found
     return exchange
-
-
-def arrived_of(handle: EPHandle) -> tuple[Tensor, Tensor | None]:
-    """topk_idx and slot_rows of what the dispatch brought: only to be read."""
-    ids, slots, _ = handle._parts
-    assert ids is not None
-    return ids, slots
 
 
 def _from_ranks(handle: EPHandle) -> Tensor:
@@ -156,8 +176,7 @@ def _from_scaleup_ranks(handle: EPHandle) -> Tensor:
 
 
 def _unaligned(handle: EPHandle) -> Tensor:
-    ids = handle._parts[0]
-    assert ids is not None
+    ids = handle.arrived.topk_idx
     return ferry.torch.expert_rows(ids, handle._exchange.group.local_experts)
 
 
@@ -194,8 +213,11 @@ def _expanded(handle: EPHandle) -> int:
 
 
 def _metadata(handle: EPHandle) -> Tensor:
-    ids, slots, source = handle._parts
-    assert ids is not None and source is not None
+    ids, slots, source = (
+        handle.arrived.topk_idx,
+        handle.arrived.slot_rows,
+        handle.arrived.source_token,
+    )
     came, topk = _from_ranks(handle), ids.shape[1]
     source, ids = source[: handle.num_recv_tokens], ids[: handle.num_recv_tokens]
     rows = torch.arange(len(source), dtype=torch.int32, device=source.device)

@@ -12,8 +12,8 @@ import ferry.torch
 from deep_ep import arguments
 from deep_ep.borrowed import tensor_of
 from deep_ep.buffers.base import Communicating
-from deep_ep.call import Call, with_scales
-from deep_ep.ep_handle import EPHandle, arrived_of, exchange_of, worst_rows
+from deep_ep.call import Call, column_major, with_scales
+from deep_ep.ep_handle import Arrived, EPHandle, exchange_of, worst_rows
 from deep_ep.errors import refuse, require, require_integer
 from deep_ep.handles import Exchange
 from deep_ep.sizes import SIZE_STEP, buffer_bytes, size_hint, theoretical_sms
@@ -21,7 +21,6 @@ from deep_ep.streams import Turn, event_of
 
 _MOST_BYTES = 1 << 62
 _QPS = {False: 17, True: 129}  # that the original allocates, by allow_hybrid_mode
-_SF_STEP = 4  # rows: 16 bytes of scales
 
 
 class When(NamedTuple):
@@ -149,18 +148,6 @@ class Experts(Communicating):
             allow_multiple_reduction,
         )
 
-    def _barrier(self, use_comm_stream: bool, with_cpu_sync: bool) -> None:
-        """Collective: what ranks had asked for before is done on all of them."""
-        self._require_living()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            if with_cpu_sync:
-                torch.cuda.synchronize()
-            else:
-                torch.cuda.current_stream().synchronize()
-                if use_comm_stream:
-                    self.get_comm_stream().synchronize()
-        self._groups.everyone.barrier()
-
     def _sms_of(self, num_experts: int, num_topk: int) -> int:
         key = (num_experts, num_topk)
         found = self._sms.get(key)
@@ -215,7 +202,8 @@ class Experts(Communicating):
         sms = num_sms or settings["num_sms"]
         how: dict[str, Any] = {"stream": turn.stream, "num_sms": sms, "scales": carried}
         if routes.do_expand:
-            how |= {"order": "expert_major", "alignment": settings["expert_alignment"]}
+            how["order"], how["alignment"] = "expert_major", settings["expert_alignment"]
+            how["row_weights"] = routes.topk_weights is not None
         under = Call(call, turn, 0, how)
         sent = arguments.carried_rows(rows)
         if cached is None:
@@ -292,29 +280,22 @@ class Experts(Communicating):
         sent: tuple[torch.dtype, Tensor | None],
     ) -> Any:
         handle, topk_idx, raw = routes.handle, settings["topk_idx"], received.raw
-        weights = None if routes.topk_weights is None else tensor_of(raw.topk_weights)
-        found_ids = None
+        weights = found_ids = None
+        if routes.topk_weights is not None:
+            weights = tensor_of(raw.row_weights if routes.do_expand else raw.topk_weights)
         with call.turn.context(*_given(topk_idx, routes.stats)):
             if handle is None:
-                slots = tensor_of(raw.slot_rows) if routes.do_expand else None
-                ids = tensor_of(raw.topk_idx)
                 if routes.do_handle_copy:
                     settings["topk_idx"] = topk_idx.clone()
-                parts = (ids, slots, tensor_of(raw.source_token))
-                handle = EPHandle.of(exchange, settings, parts)
-            else:
-                ids, slots = arrived_of(handle)
-            if not routes.do_expand:  # the caller may write to its own
-                found_ids = ids.to(topk_idx.dtype, copy=True)
-            elif weights is not None:
-                assert slots is not None
-                weights = ferry.torch.row_weights(weights, ids, slots, exchange.rows)
+                handle = EPHandle.of(exchange, settings, Arrived(raw))
+            if not routes.do_expand:
+                found_ids = _own_ids(handle, raw, topk_idx.dtype, routes.handle is None)
             if routes.stats is not None:
-                self._count(routes.stats, ids, exchange)
+                self._count(routes.stats, handle.arrived.topk_idx, exchange)
         x = with_scales(received, *sent)
         if routes.col_major_scales and sent[1] is not None:
             with call.turn.context():
-                x = (x[0], _column_major(x[1]))
+                x = (x[0], column_major(x[1]))
         names = ("x", "scales", "topk_weights", "topk_idx", "source_token", "slot_rows")
         made = (weights, found_ids, settings["topk_idx"], x[1] if isinstance(x, tuple) else None)
         event = call.end(exchange.group, received, names, made)
@@ -358,8 +339,9 @@ class Experts(Communicating):
         weights = topk_weights
         with turn.context(*_given(x, topk_weights, *(both if apart else ()))):
             if handle.do_expand:
-                how |= {"order": "expert_major", "alignment": handle.expert_alignment}
-                weights = _of_slots(handle, exchange, topk_weights)
+                how["order"], how["alignment"] = "expert_major", handle.expert_alignment
+                if weights is not None:
+                    _check_row_weights(exchange, weights)
             elif weights is not None:
                 arguments.check_weights(call, weights, exchange.rows, exchange.plan.topk)
             rows = x.float() if apart else x
@@ -411,17 +393,24 @@ def _check_cached(routes: Routes, handle: EPHandle, rows: Tensor) -> None:
         refuse(call, "x", f"{rows.shape[0]} rows", f"{tokens}, as of the handle")
 
 
-def _of_slots(handle: EPHandle, exchange: Exchange, topk_weights: Any) -> Tensor | None:
-    """[n, K] of the weights of expert-major rows."""
-    if topk_weights is None:
-        return None
-    good = isinstance(topk_weights, Tensor) and topk_weights.shape == (exchange.rows,)
-    good = good and topk_weights.dtype == torch.float32
+def _own_ids(handle: EPHandle, raw: Any, dtype: torch.dtype, new: bool) -> Tensor:
+    """recv_topk_idx, which the caller may write to. In CPU memory every dispatch makes it anew; the
+    handle of a new one then keeps a copy."""
+    made = tensor_of(raw.topk_idx)
+    if made.dtype != dtype:
+        return made.to(dtype)
+    if made.is_cuda:
+        return made.clone()
+    if new:
+        handle.arrived.keep(made)
+    return made
+
+
+def _check_row_weights(exchange: Exchange, weights: Any) -> None:
+    good = isinstance(weights, Tensor) and weights.shape == (exchange.rows,)
+    good = good and weights.dtype == torch.float32
     wanted = f"torch.float32 of shape ({exchange.rows},), one for each row"
-    require(good, "combine", "topk_weights", arguments.words(topk_weights), wanted)
-    ids, slots = arrived_of(handle)
-    assert slots is not None
-    return ferry.torch.slot_weights(topk_weights, ids, slots)
+    require(good, "combine", "topk_weights", arguments.words(weights), wanted)
 
 
 def _given(*tensors: Tensor | None) -> Iterator[Tensor]:
@@ -435,14 +424,6 @@ def _rounded(sums: Tensor, both: tuple[Tensor | None, Tensor | None], dtype: tor
         if one is not None:
             sums = sums + one.float()
     return sums.to(dtype)
-
-
-def _column_major(scales: Tensor) -> Tensor:
-    """The same values, each column dense and beginning at a multiple of 16 bytes."""
-    rows, columns = scales.shape
-    step = -(-rows // _SF_STEP) * _SF_STEP
-    made = torch.empty_strided((rows, columns), (1, step), dtype=scales.dtype, device=scales.device)
-    return made.copy_(scales)
 
 
 def _whole(call: str, name: str, value: Any, least: int) -> int:

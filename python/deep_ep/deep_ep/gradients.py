@@ -8,6 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+_set_enabled = torch._C._set_grad_enabled
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -21,7 +22,10 @@ def without_gradients(call: Callable[P, T]) -> Callable[P, T]:
     def inner(*args: P.args, **kwargs: P.kwargs) -> T:
         if not torch.is_grad_enabled():  # as in every autograd function: nothing to do
             return call(*args, **kwargs)
-        with torch.no_grad():
+        _set_enabled(False)  # torch.no_grad(), which takes five times as long
+        try:
             return call(*args, **kwargs)
+        finally:
+            _set_enabled(True)
 
     return inner

@@ -9,18 +9,20 @@ find each other for later groups through a small group of their own.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 import ferry
 from deep_ep.environment import deadline
+from deep_ep.sizes import round_up
 
 _LATER_BYTES = 64 << 20
 """Registered for tensors at first, of groups in CPU memory and of all but a Buffer's first: it
 grows by agreement."""
 _LEAST_BYTES = 1 << 20
 _MOST_MESSAGE_BYTES = 1 << 30
+_WINDOW_STEP = 4096  # bytes, more than registered memory is cut by
 
 
 class Groups:
@@ -49,6 +51,7 @@ class Groups:
         said = self.all_gather(struct.pack("=q", memory_bytes))
         self._memory_bytes = max(struct.unpack("=q", one)[0] for one in said)
         self._collectives: dict[torch.device, ferry.Collectives] = {}
+        self._of_all: dict[tuple[int, torch.device], ferry.Group] = {}
         self._made: dict[tuple[int, torch.device, tuple[int, ...]], ferry.Group] = {}
 
     @property
@@ -58,8 +61,12 @@ class Groups:
 
     def of(self, num_experts: int, device: torch.device) -> ferry.Group:
         """The group with that many experts whose tensors lie there; collective when it is new."""
-        everyone = tuple(range(self._base.size))
-        return self.among(everyone, num_experts, device, self.all_gather)
+        found = self._of_all.get((num_experts, device))
+        if found is None:
+            everyone = tuple(range(self._base.size))
+            found = self.among(everyone, num_experts, device, self.all_gather)
+            self._of_all[num_experts, device] = found
+        return found
 
     def among(
         self,
@@ -90,6 +97,24 @@ class Groups:
                 device=device if on_gpu else None,
             )
         return found
+
+    def windows(
+        self, parts: Sequence[tuple[int, int]]
+    ) -> tuple[ferry.Collectives, list[ferry.Window]]:
+        """Collective: rows of bytes of this rank, in CPU memory, which the others read by
+        themselves. parts: rows and the bytes of one, the same on all ranks. What is returned first
+        is theirs alone, and keeps them."""
+        room = sum(
+            round_up(rows * row_bytes, _WINDOW_STEP) + _WINDOW_STEP for rows, row_bytes in parts
+        )
+        ranks = ferry.Collectives(
+            ferry.from_all_gather(self._base.rank, self._base.size, self.all_gather),
+            deadline=self._deadline,
+            memory_bytes=max(_LEAST_BYTES, room),
+            backend="host",
+        )
+        made = [ranks.window(rows, row_bytes, torch.uint8) for rows, row_bytes in parts]
+        return ranks, made
 
     def memory_bytes(self) -> int:
         """That all groups hold on this rank."""

@@ -227,10 +227,6 @@ class HybridEPBuffer(HybridExchange):
         given = (topk_idx, topk_weights, num_of_experts, probs, routing_map)
         call = HybridCall(name, 11, max(step, 1), most, non_blocking, num_of_experts_per_rank)
         kept, x, scales, weights, made = self._send(call, hidden, scaling_factor, given, handle)
-        if weights is not None:
-            assert kept.slot_rows is not None
-            rows = kept.exchange.rows
-            weights = ferry.torch.row_weights(weights, kept.topk_idx, kept.slot_rows, rows)
         assert kept.tokens_per_expert is not None
         return x, weights, scales, kept.tokens_per_expert, made
 
@@ -256,11 +252,8 @@ class HybridEPBuffer(HybridExchange):
         good = pad_multiple is None or max(pad_multiple, 1) == kept.alignment
         expected = f"{kept.alignment}, as of the dispatch, or None"
         require(good, name, "pad_multiple", pad_multiple, expected)
-        weights = None
         if probs is not None:
             good = tuple(probs.shape) == (kept.exchange.rows,) and probs.dtype == torch.float32
             expected = f"torch.float32 of shape ({kept.exchange.rows},)"
             require(good, name, "probs", arguments.words(probs), expected)
-            assert kept.slot_rows is not None
-            weights = ferry.torch.slot_weights(probs, kept.topk_idx, kept.slot_rows)
-        return self._bring_back(name, hidden, weights, kept)
+        return self._bring_back(name, hidden, probs, kept)

@@ -45,7 +45,8 @@ class HybridExchange(BufferBase):
         given: tuple[Any, ...],
         handle: tuple[Any, ...] | None,
     ) -> tuple[Kept, Tensor, Tensor | None, Tensor | None, tuple[Any, ...]]:
-        """What was kept or is kept now, rows, scales, weights of slots, and the handle."""
+        """What was kept or is kept now, rows, scales, weights of slots or of permuted rows, and the
+        handle."""
         name = call.name
         arguments.check_rows(name, "hidden", hidden)
         sent = arguments.carried_rows(hidden)
@@ -67,7 +68,8 @@ class HybridExchange(BufferBase):
         found = x if isinstance(x, tuple) else (x, None)
         if beside is not None:
             found = (found[0], _carried_beside(call, exchange, beside, how))
-        return kept, found[0], found[1], received.topk_weights, made
+        weights = received.topk_weights if call.alignment == 0 else received.row_weights
+        return kept, found[0], found[1], weights, made
 
     def _first(
         self,
@@ -98,6 +100,7 @@ class HybridExchange(BufferBase):
                 sent,
                 topk_idx=routes,
                 topk_weights=weights,
+                row_weights=call.alignment > 0 and weights is not None,
                 max_recv_rows=call.most,
                 num_sms=config.num_of_blocks_dispatch_api,
                 **how,
@@ -165,6 +168,7 @@ class HybridExchange(BufferBase):
             sent,
             exchange.plan,
             topk_weights=weights,
+            row_weights=call.alignment > 0 and weights is not None,
             max_recv_rows=exchange.max_recv_rows,
             num_sms=config_of(handle).num_of_blocks_dispatch_api,
             **how,

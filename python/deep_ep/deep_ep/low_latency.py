@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import ferry
-from deep_ep.errors import refuse
+from deep_ep.block_signals import Blocks, signals_of
+from deep_ep.errors import refuse, require
 from deep_ep.event import EventOverlap
 from deep_ep.gradients import without_gradients
 from deep_ep.groups import Groups
@@ -177,6 +178,14 @@ class LowLatency(Masks):
         return_recv_hook: bool = False,
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
+        overlap: bool = False,
+        packed_recv_count: Tensor | None = None,
+        comp_signal: Tensor | None = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int = 0,
+        src_signals: Tensor | None = None,
+        src_signal_expect_value: int = 0,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """Collective. Brings rows back to the owners of their tokens and sums them there: in fp32,
         in ascending slot, with one rounding. With enable_shrink the rank of the experts sums its
@@ -192,6 +201,13 @@ class LowLatency(Masks):
                 weights of all ranks.
             out: [T, H], the caller's own output.
             combine_wait_recv_cost_stats: i64 [R], as for the dispatch.
+            overlap: rows are made while the call runs, in CPU memory; needs return_recv_hook and a
+                handle's first combine. num_sms: 0: CPU memory takes no SMs.
+            packed_recv_count: i32 [L], the counts of the dispatch. comp_signal: i32, L times
+                ceil(R*C / block_m): that block of an expert's rows is read once its signal is
+                `threshold` or more.
+            src_signals: instead: u32 or i32 [L]: an expert's rows are read once its signal is
+                src_signal_expect_value or more.
 
         Returns [T, H], the event, the hook or None. A handle may serve again, and after two later
         dispatches; Ferry, which has forgotten its routes by then, sends them once more.
@@ -212,6 +228,15 @@ class LowLatency(Masks):
             options["path"] = "per_rank"  # the one that ranks may be missing from
         if use_logfmt:
             options["format"] = "logfmt10"
+        if overlap or comp_signal is not None or src_signals is not None:
+            blocks = Blocks(packed_recv_count, comp_signal, block_m, threshold)
+            whole = Blocks(None, src_signals, handle[0].shape[1], src_signal_expect_value)
+            require(overlap, call, "overlap", False, "True beside signals")
+            require(
+                return_recv_hook, call, "overlap", "True without a hook", "return_recv_hook=True"
+            )
+            require(served, call, "handle", "one that has to be sent anew", "its first combine")
+            options |= signals_of(call, blocks, whole, made, num_sms)
         if combine_wait_recv_cost_stats is not None:
             name = "combine_wait_recv_cost_stats"
             options |= self._waits(call, name, combine_wait_recv_cost_stats)

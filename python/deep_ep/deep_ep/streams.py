@@ -13,6 +13,8 @@ from deep_ep.errors import refuse_destroyed, require
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.runtime import Runtime
 
+_HERE: AbstractContextManager[Any] = nullcontext()
+
 
 class Turn:
     """One exchange among the streams of its GPU. In CPU memory there are none: calls return
@@ -69,7 +71,7 @@ class Turn:
     def context(self, *read: torch.Tensor) -> AbstractContextManager[Any]:
         """Around torch's own work of the call, which reads these tensors of the caller's."""
         if self.stream is None:
-            return nullcontext()
+            return _HERE
         for tensor in read:
             tensor.record_stream(self.stream)
         return torch.cuda.stream(self.stream)

@@ -28,7 +28,7 @@ from throughput_calls import inputs, on, same
 import deep_ep
 from deep_ep.errors import EPException
 
-KINDS = ("bf16", "f32", "fp8", "fp8 column-major", "fp8 packed", "fp8 one scale")
+KINDS = ("bf16", "f32", "fp8", "fp8 column-major", "fp8 packed", "fp8 one scale", "nvfp4")
 
 
 def ends_of(buffer: Any) -> tuple[str, ...]:

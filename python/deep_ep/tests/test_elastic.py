@@ -133,7 +133,7 @@ def test_wrong_uses_of_handles() -> None:
     ("given", "words"),
     [
         ({"num_bytes": 100}, "num_bytes: got 100; expected a multiple of 2097152"),
-        ({"num_cpu_bytes": 2 << 20}, "num_cpu_bytes"),
+        ({"num_cpu_bytes": -1}, "num_cpu_bytes: got -1"),
         ({"num_gpu_timeout_secs": 0}, "num_gpu_timeout_secs: got 0"),
         ({"hidden": -1}, "hidden: got -1"),
         ({"sl_idx": None}, "sl_idx: got None"),

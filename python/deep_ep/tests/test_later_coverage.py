@@ -14,10 +14,12 @@ import hybrid_bodies
 import pytest
 import test_bucket
 import test_elastic
+import test_engram
 import test_ep
 import test_gathering
 import test_hybrid
 import test_pipeline
+import torch
 from rank_buffers import run_buffers
 
 import deep_ep
@@ -27,6 +29,7 @@ CLASSES = (
     deep_ep.EPBuffer,
     deep_ep.BucketBuffer,
     deep_ep.BucketSession,
+    deep_ep.EngramBuffer,
     deep_ep.PPBuffer,
     deep_ep.HybridEPBuffer,
     deep_ep.BufferAllocator,
@@ -39,6 +42,9 @@ TESTS: tuple[Any, ...] = (
     test_ep.test_plans,
     test_bucket.test_several_groups_share_the_storage,
     test_bucket.test_what_is_refused,
+    test_engram.test_every_argument,
+    lambda: test_engram.test_layers(1, torch.float8_e4m3fn),
+    lambda: test_engram.test_of_an_elastic_buffer(1),
     lambda: test_gathering.test_sessions(2),
     lambda: test_pipeline.test_around_the_ring(2),
     test_pipeline.test_what_is_refused,
@@ -50,7 +56,6 @@ NOTHING_ELSE = {  # the only values that there are, for callers that pass them
     ("EPBuffer", "dispatch", "do_handle_copy"),
     ("EPBuffer", "lb_prefetch_weights", "num_sms"),
     ("EPBuffer", "lb_reduce_grads", "num_sms"),
-    ("ElasticBuffer", "__init__", "num_cpu_bytes"),
 }
 ONLY_ON_GPUS = {"get_comm_stream"}
 

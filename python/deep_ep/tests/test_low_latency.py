@@ -3,6 +3,9 @@ refused. On GPUs: test_process_ranks.py."""
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
 from typing import Any
 
 import low_latency_calls as calls
@@ -40,6 +43,91 @@ def test_nobody_is_left_out_on_cpu(body: Any) -> None:
 @pytest.mark.parametrize("body", mask_bodies.ALL, ids=lambda body: body.__name__)
 def test_masks_on_cpu(body: Any, size: int) -> None:
     run(size, lambda buffer: body(buffer, "cpu"), enable_shrink=True)
+
+
+def make_rows(made: torch.Tensor, to: torch.Tensor, signals: torch.Tensor, block: int) -> None:
+    experts_, blocks = signals.shape
+    for e, b in itertools.product(range(experts_), reversed(range(blocks))):
+        time.sleep(0.001)
+        at = slice(b * block, (b + 1) * block)
+        to[e, at] = made[e, at]
+        signals[e, b] = 3
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "experts"])
+@pytest.mark.parametrize("shrink", [False, True])
+def test_rows_that_are_made_meanwhile(size: int, whole: bool, shrink: bool) -> None:
+    """The combine of a thread begins before any row is there. The last block is made first."""
+    batch = Batch(3, calls.TOKENS[:size], 2 * size, 2, 128)
+    block = size * CAPACITY if whole else 5
+    blocks = -(-size * CAPACITY // block)
+
+    def body(buffer: Any) -> None:
+        for zero_copy in (False, True):
+            rows, counts, handle = dispatch(buffer, batch, use_fp8=False)
+            made = experts(buffer, batch, rows)
+            to = torch.empty_like(made)
+            if zero_copy:
+                to = buffer.get_next_low_latency_combine_buffer(handle)
+            to.fill_(float("nan"))
+            local = len(counts)
+            signals = torch.zeros(local, blocks, dtype=torch.int32)
+
+            if whole:
+                how = {"src_signals": signals.view(-1), "src_signal_expect_value": 3}
+            else:
+                how = {"comp_signal": signals.view(-1), "block_m": block, "threshold": 3}
+                how["packed_recv_count"] = counts
+            maker = threading.Thread(target=make_rows, args=(made, to, signals, block))
+            maker.start()
+            got = combine(
+                buffer, batch, to, handle, end="hook", overlap=True, zero_copy=zero_copy, **how
+            )
+            assert torch.equal(got, batch.combined(buffer.rank, batch.x))
+            maker.join()
+
+    run(size, body, enable_shrink=shrink)
+
+
+def test_signals_that_are_refused() -> None:
+    batch = Batch(14, [4, 4], 4, 2, 128)
+
+    def body(buffer: Any) -> None:
+        rows, counts, handle = dispatch(buffer, batch, use_fp8=False)
+        _, topk_idx, weights = own(buffer, batch, "cpu")
+        signals = torch.ones(2 * 3, dtype=torch.int32)
+        good = {
+            "overlap": True,
+            "return_recv_hook": True,
+            "comp_signal": signals,
+            "block_m": 8,
+            "threshold": 1,
+        }
+        for change, match in (
+            ({"overlap": False}, "overlap: got False; expected True beside signals"),
+            ({"return_recv_hook": False}, "overlap: got True without a hook"),
+            ({"comp_signal": None}, "comp_signal, src_signals: got None"),
+            ({"src_signals": signals[:2]}, "comp_signal, src_signals: got both"),
+            ({"comp_signal": signals[:5]}, r"comp_signal: got int32 \[5\]"),
+            ({"comp_signal": signals.long()}, "comp_signal: got int64"),
+            ({"block_m": 0}, "block_m: got 0"),
+            ({"num_sms": 3}, "num_sms: got 3"),
+            ({"packed_recv_count": counts + 1}, "packed_recv_count: got .*of the dispatch"),
+            ({"comp_signal": None, "src_signals": signals}, "src_signals: got int32"),
+        ):
+            how = good | change
+            refused(
+                lambda how=how: buffer.low_latency_combine(rows, topk_idx, weights, handle, **how),
+                match,
+            )
+        del good["return_recv_hook"]
+        got = combine(buffer, batch, rows, handle, end="hook", **good)
+        again = lambda: combine(buffer, batch, rows, handle, end="hook", **good)  # noqa: E731
+        refused(again, "handle: got one that has to be sent anew")
+        assert torch.equal(combine(buffer, batch, rows, handle), got)
+
+    run(2, body)
 
 
 def refused(call: Any, match: str) -> None:

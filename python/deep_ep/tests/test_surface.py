@@ -307,7 +307,7 @@ def test_local_buffers() -> None:
 
 def test_a_missing_name_points_to_the_list() -> None:
     words = r"docs/deep_ep_names\.md lists what is"
-    for owner, name in ((deep_ep, "EngramBuffer"), (deep_ep.utils, "gate")):
+    for owner, name in ((deep_ep, "NCCLBuffer"), (deep_ep.utils, "gate")):
         with pytest.raises(AttributeError, match=f"{name}.*{words}"):
             getattr(owner, name)
         assert not hasattr(owner, name)
@@ -315,7 +315,7 @@ def test_a_missing_name_points_to_the_list() -> None:
         importlib.import_module("deep_ep.utils.testing")
 
     def body(buffer: Any) -> None:
-        with pytest.raises(AttributeError, match=f"ElasticBuffer has no 'engram_write'; {words}"):
-            buffer.engram_write(torch.zeros(1))
+        with pytest.raises(AttributeError, match=f"ElasticBuffer has no 'engram_pull'; {words}"):
+            buffer.engram_pull(torch.zeros(1))
 
     run_buffers(1, body, kind=deep_ep.ElasticBuffer)

@@ -70,6 +70,10 @@ def inputs(job: Job, kind: str) -> list[Any]:
         return [x.float() for x in job.x]
     if kind == "u8":
         return [(x.float() * 50).to(torch.uint8) for x in job.x]
+    if kind == "nvfp4":  # two e2m1 values a byte, an e4m3 scale for each 16
+        halves = [x.view(torch.uint8)[:, : x.shape[1] // 2].contiguous() for x in job.x]
+        some = [(x.float()[:, :4].abs() + 1).to(torch.float8_e4m3fn) for x in job.x]
+        return list(zip(halves, some))
     columns = 1 if kind == "fp8 one scale" else 4
     scales = [x.float()[:, :columns].abs() + 1 for x in job.x]
     if kind == "fp8 column-major":

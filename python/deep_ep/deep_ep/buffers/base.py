@@ -117,6 +117,18 @@ class Communicating(BufferBase):
         self._require_living()
         return self.runtime.get_comm_stream()
 
+    def _barrier(self, use_comm_stream: bool, with_cpu_sync: bool) -> None:
+        """Collective: what ranks had asked for before is done on all of them."""
+        self._require_living()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            if with_cpu_sync:
+                torch.cuda.synchronize()
+            else:
+                torch.cuda.current_stream().synchronize()
+                if use_comm_stream:
+                    self.get_comm_stream().synchronize()
+        self._groups.everyone.barrier()
+
 
 def bootstrap_of(call: str, group: Any, comm: Any = None) -> ferry.Bootstrap:
     """How the ranks meet. group: a process group of torch.distributed, or what has Get_rank,

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from deep_ep.engram import EngramCalls
 from deep_ep.ep_handle import EPHandle
-from deep_ep.errors import require, require_integer
+from deep_ep.errors import require_integer
 from deep_ep.event import EventOverlap
 from deep_ep.experts import Experts, Routes, When
 from deep_ep.gathering import Gathering
@@ -17,7 +18,7 @@ from deep_ep.pipeline import PipelineCalls
 __all__ = ["EPHandle", "ElasticBuffer"]
 
 
-class ElasticBuffer(Experts, PipelineCalls, Gathering):
+class ElasticBuffer(Experts, PipelineCalls, Gathering, EngramCalls):
     """R ranks that exchange tokens with experts, send tensors around a ring, and gather tensors.
 
     Making one is collective. All ranks make the same calls in the same order. Tensors lie on the
@@ -28,7 +29,7 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering):
             It is used here and not after.
         num_bytes: what to register at first for tensors, a multiple of 2 MiB; Ferry grows it when
             it needs more. None: as `get_buffer_size_hint` says for the next four.
-        num_cpu_bytes: 0: there is no Engram storage.
+        num_cpu_bytes: the most that this rank's part of an Engram table may take, in CPU memory.
         num_max_tokens_per_rank: of a dispatch that does not say it.
         deterministic: results are the same in every run with False, too.
         allow_hybrid_mode: what `get_logical_domain_size` counts.
@@ -63,8 +64,8 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering):
         explicitly_destroy: bool = False,
     ) -> None:
         super().__init__(explicitly_destroy)
-        expected = "0: Engram storage is not here yet"
-        require(num_cpu_bytes == 0, "ElasticBuffer", "num_cpu_bytes", num_cpu_bytes, expected)
+        name = "num_cpu_bytes"
+        self.num_cpu_bytes = require_integer("ElasticBuffer", name, num_cpu_bytes, 0, "0 or more")
         require_integer("ElasticBuffer", "sl_idx", sl_idx, 0, "0 or more")
         self._open_experts(
             group,
@@ -79,6 +80,9 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering):
             num_allocated_qps,
             (num_cpu_timeout_secs, num_gpu_timeout_secs),
         )
+
+    def _close(self) -> None:
+        self._tables = None
 
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True

@@ -1,0 +1,212 @@
+"""`EngramBuffer` of V2.5 and `engram_*` of V2, on ranks that are threads of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rank_buffers import ThreadComm, run_buffers, run_ranks
+from torch import Tensor
+
+import deep_ep
+from deep_ep.errors import EPException
+
+SIZES = (1, 2, 4, 8)
+COUNTS, HIDDEN, TOKENS, EACH, PACKS = (5, 9), 32, 6, 3, 2
+MIB = 1 << 20
+
+
+def part(rank: int, layer: int, step: int, dtype: torch.dtype) -> Tensor:
+    random = torch.Generator().manual_seed(1000 * step + 10 * rank + layer)
+    return torch.randn(COUNTS[layer], HIDDEN, generator=random).to(dtype)
+
+
+def factors(ranks: int, layer: int, dtype: torch.dtype) -> Tensor:
+    random = torch.Generator().manual_seed(layer)
+    size = (ranks * COUNTS[layer], PACKS)
+    return torch.randint(0, 1 << 20, size, generator=random, dtype=torch.int32).view(dtype)
+
+
+def indices(rank: int, ranks: int, layers: tuple[int, ...], tokens: int) -> Tensor:
+    random = torch.Generator().manual_seed(rank)
+    return torch.stack(
+        [
+            torch.randint(0, ranks * COUNTS[layer], (tokens, EACH), generator=random)
+            for layer in layers
+        ]
+    ).int()
+
+
+def same(got: Tensor, wanted: Tensor) -> bool:
+    if (got.dtype, got.shape) != (wanted.dtype, wanted.shape) or got.numel() == 0:
+        return (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    return torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def made(comm: ThreadComm, dtype: torch.dtype) -> deep_ep.EngramBuffer:
+    packs = PACKS if dtype.itemsize == 1 else 0
+    sizes = (COUNTS, HIDDEN, TOKENS, EACH, dtype, packs)
+    gpu, storage = deep_ep.EngramBuffer.get_storage_size_hint(comm, *sizes)
+    assert gpu % (2 * MIB) == 0 and storage >= sum(COUNTS) * HIDDEN * dtype.itemsize
+    config = deep_ep.EngramBuffer.get_theoretical_config(comm, len(COUNTS), TOKENS, EACH)
+    buffer = deep_ep.EngramBuffer(comm, gpu, storage, True, *config, sl_idx=1)
+    buffer.set_config(*sizes)
+    return buffer
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+def test_layers(size: int, dtype: torch.dtype) -> None:
+    """Every rank fetches as often as it likes; hooks in either order; then other entries."""
+
+    def body(comm: ThreadComm) -> None:
+        rank = comm.Get_rank()
+        buffer = made(comm, dtype)
+        for step, col_major in enumerate((True, False)):
+            tables = [
+                torch.cat([part(r, layer, step, dtype).view(torch.uint8) for r in range(size)])
+                for layer in range(len(COUNTS))
+            ]
+            sfs = None
+            if dtype.itemsize == 1:
+                of = torch.int32 if step == 0 else torch.float32
+                sfs = [factors(size, layer, of) for layer in range(len(COUNTS))]
+            buffer.write([part(rank, layer, step, dtype) for layer in range(len(COUNTS))], sfs)
+            for again in range(rank + 1 if step == 0 else 1):
+                tokens = 0 if rank == 1 else TOKENS
+                numbers = indices(rank + again, size, (0, 1), tokens)
+                hooks = buffer.fetch(numbers, 1, use_tma_aligned_col_major_sf=col_major)
+                for layer in (0, 1) if again % 2 else (1, 0):
+                    found = hooks[layer]()
+                    data, sf = found if sfs is not None else (found, None)
+                    flat = numbers[layer].flatten().long()
+                    wanted = tables[layer][flat].view(dtype).view(tokens, EACH * HIDDEN)
+                    assert same(data, wanted)
+                    if sfs is not None:
+                        whole = sfs[layer][flat].view(tokens, EACH * PACKS)
+                        assert same(sf.contiguous(), whole)
+                        assert not col_major or sf.stride() == (1, -(-tokens // 4) * 4)
+        buffer.barrier()
+        assert buffer.get_physical_domain_size() == buffer.get_logical_domain_size() == (1, size)
+
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_of_an_elastic_buffer(size: int) -> None:
+    """One table, of one form and then of another, beside an exchange of tokens."""
+    most = deep_ep.ElasticBuffer.get_engram_storage_size_hint(9, HIDDEN, TOKENS, torch.float32)
+
+    def body(buffer: Any) -> None:
+        rank = buffer.rank_idx
+        for step, (layer, dtype) in enumerate(
+            [(0, torch.bfloat16), (0, torch.bfloat16), (1, torch.float32), (0, torch.float8_e4m3fn)]
+        ):
+            sf = factors(size, layer, torch.float32) if dtype.itemsize == 1 else None
+            buffer.engram_write(part(rank, layer, step, dtype), sf)
+            table = torch.cat([part(r, layer, step, dtype).view(torch.uint8) for r in range(size)])
+            numbers = indices(rank, size, (layer,), TOKENS)[0]
+            for given in (numbers, numbers[:, 0], numbers[:0]):
+                data, got = buffer.engram_fetch(
+                    given, num_qps=step, use_tma_aligned_col_major_sf=given.dim() == 1
+                )()
+                flat = given.flatten().long()
+                assert same(data, table[flat].view(dtype))
+                assert (got is None) == (sf is None)
+                if sf is not None:
+                    each = EACH if given.dim() == 2 else 1
+                    assert given.dim() == 2 or got.stride() == (1, -(-len(given) // 4) * 4)
+                    assert same(got.contiguous(), sf[flat].view(len(given), each * PACKS))
+
+    run_buffers(size, body, kind=deep_ep.ElasticBuffer, num_cpu_bytes=most)
+
+
+def test_every_argument() -> None:
+    def body(comm: ThreadComm) -> None:
+        how = {"num_layers": 1, "num_max_tokens": 5, "num_entries_per_token": 2}
+        config = deep_ep.EngramBuffer.get_theoretical_config(
+            comm, **how, num_max_read_requests_per_qp=4
+        )
+        assert config == (3, 4, False)
+        buffer = deep_ep.EngramBuffer(
+            comm,
+            num_gpu_bytes=MIB,
+            num_rdma_storage_bytes=MIB,
+            use_cpu_rdma_storage=True,
+            num_allocated_qps=3,
+            qp_depth=4,
+            restrict_rd_atomic=True,
+            allow_hybrid_mode=False,
+            sl_idx=2,
+            num_gpu_timeout_secs=30,
+            explicitly_destroy=True,
+        )
+        kept = (buffer.num_gpu_bytes, buffer.num_rdma_storage_bytes, buffer.num_allocated_qps)
+        assert kept == (MIB, MIB, 3) and buffer.qp_depth == 4 and buffer.restrict_rd_atomic
+        assert (buffer.rank_idx, buffer.num_ranks) == (comm.Get_rank(), 2)
+        buffer.set_config([COUNTS[0]], HIDDEN, 5, 2, torch.float32)
+        buffer.write([part(buffer.rank_idx, 0, 0, torch.float32)])
+        numbers = torch.tensor([[[0, COUNTS[0]]]], dtype=torch.int32)
+        wanted = torch.cat([part(rank, 0, 0, torch.float32)[0] for rank in range(2)])
+        assert torch.equal(buffer.fetch(numbers, num_qps=3)[0]()[0], wanted)
+        buffer.barrier(False, True, False, 0)
+        assert buffer.get_logical_domain_size() == (1, 2)
+        buffer.capture().current_stream_wait()
+        buffer.print_memory_usage()
+        comm.allgather(None)
+        buffer.destroy()
+        with pytest.raises(EPException, match="destroyed"):
+            buffer.fetch(numbers)
+
+    run_ranks(2, body)
+
+
+def test_what_is_refused() -> None:
+    def body(comm: ThreadComm) -> None:
+        good = (comm, 0, MIB, True, 1, 1)
+        for place, value, words in (
+            (3, False, "use_cpu_rdma_storage"),
+            (4, 0, "num_allocated_qps"),
+            (5, 0, "qp_depth"),
+            (2, -1, "num_rdma_storage_bytes"),
+        ):
+            with pytest.raises(EPException, match=f"EngramBuffer: {words}: got"):
+                deep_ep.EngramBuffer(*good[:place], value, *good[place + 1 :])
+        buffer = deep_ep.EngramBuffer(*good, explicitly_destroy=True)
+        with pytest.raises(EPException, match="set_config before it"):
+            buffer.fetch(torch.zeros(1, 1, 1, dtype=torch.int32))
+        with pytest.raises(EPException, match="num_entries_per_layer: got 2097152 bytes"):
+            buffer.set_config([1 << 16], 16, 1, 1)
+        with pytest.raises(EPException, match=r"num_sf_packs: got 0 beside torch\.float8"):
+            buffer.set_config([4], 16, 1, 1, torch.float8_e4m3fn)
+        buffer.set_config([4], 16, 2, 1)
+        bf16 = torch.zeros(4, 16, dtype=torch.bfloat16)
+        for storages, sfs, words in (
+            ([bf16, bf16], None, "storages: got 2 tensors"),
+            ([bf16[:3]], None, "storage: got torch.bfloat16 of shape"),
+            ([bf16], [torch.zeros(4, 1)], "sf: got some beside"),
+        ):
+            with pytest.raises(EPException, match=words):
+                buffer.write(storages, sfs)
+        buffer.write([bf16])
+        for numbers, words in (
+            (torch.zeros(1, 1, 1), "torch.int32 of 3 dimensions"),
+            (torch.zeros(2, 1, 1, dtype=torch.int32), "2 layers"),
+            (torch.zeros(1, 3, 1, dtype=torch.int32), "at most 2 tokens of 1 entries"),
+        ):
+            with pytest.raises(EPException, match=words):
+                buffer.fetch(numbers)
+        with pytest.raises(EPException, match="num_qps: got 2"):
+            buffer.fetch(torch.zeros(1, 1, 1, dtype=torch.int32), num_qps=2)
+        with pytest.raises(ValueError, match=r"numbers: got 4 at \[0\]; expected 0 … 3"):
+            buffer.fetch(torch.full((1, 1, 1), 4, dtype=torch.int32))
+        buffer.destroy()
+
+        elastic = deep_ep.ElasticBuffer(comm, num_cpu_bytes=64)
+        with pytest.raises(EPException, match="engram_write before it"):
+            elastic.engram_fetch(torch.zeros(1, 1, dtype=torch.int32))
+        with pytest.raises(EPException, match="got 128 bytes; expected at most 64"):
+            elastic.engram_write(bf16)
+
+    run_ranks(1, body)
