@@ -9,6 +9,7 @@
 #include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "bench/plot.hpp"
 #include "command.hpp"
 #include "number.hpp"
+#include "plan/balance.hpp"
 #include "plan/predict.hpp"
 
 namespace ferry::cli {
@@ -33,6 +35,8 @@ struct PlanOptions {
   std::vector<int> sms{1, 24};
   double reserve_gb = 0;
   std::string routes;
+  int balance = 0;  ///< slots of a rank; 0: not asked for
+  int copy_rows = 16;
   std::string tuning;
   std::string plot;
   std::string show;
@@ -46,6 +50,7 @@ struct Planned {
   double memory_bytes = 0;
   double limit_bytes = 0;  ///< 0: not known
   std::vector<Predicted> calls{};
+  std::optional<BalanceGain> balance{};
 
   bool fits() const { return limit_bytes == 0 || memory_bytes <= limit_bytes; }
 };
@@ -86,6 +91,18 @@ std::vector<Planned> planned(const PlanOptions& options, const Described& cluste
     for (const auto& [name, bytes] : made.memory) made.memory_bytes += bytes;
     made.limit_bytes = cluster.number("memory_gb", 0) * 1e9;
     made.calls = predicted(cluster, model, made.load);
+    if (options.balance > 0) {
+      if (std::fmod(experts, ranks) != 0) {
+        throw std::runtime_error(
+            fmt::format("--balance: {:.0f} experts on {} ranks; expected as many experts on each",
+                        experts, ranks));
+      }
+      made.balance = gain_of_balance(*routes, ranks,
+                                     {.slots = options.balance,
+                                      .copies = options.copies,
+                                      .domain_size = static_cast<int>(host_ranks),
+                                      .copy_rows = options.copy_rows});
+    }
     all.push_back(made);
   }
   return all;
@@ -100,6 +117,12 @@ json phases_us(const ExchangeTime& time) {
   json phases;
   for (const auto& [name, seconds] : time.phases()) phases[name] = seconds * 1e6;
   return phases;
+}
+
+json as_json(const BalanceGain& gain) {
+  return {{"before", gain.before}, {"worst_before", gain.worst_before},
+          {"after", gain.after},   {"worst_after", gain.worst_after},
+          {"copies", gain.copies}, {"fetched", gain.fetched}};
 }
 
 json as_json(const std::vector<Planned>& all, const Described& cluster) {
@@ -125,6 +148,7 @@ json as_json(const std::vector<Planned>& all, const Described& cluster) {
                       {"received_bytes", call.received_bytes},
                       {"memory_bytes", memory},
                       {"fits", made.fits()}});
+      if (made.balance) rows.back()["balance"] = as_json(*made.balance);
     }
   }
   return rows;
@@ -158,13 +182,29 @@ void print_memory(const std::vector<Planned>& all) {
   }
 }
 
+void print_balance(const std::vector<Planned>& all, int slots) {
+  if (slots == 0) return;
+  fmt::print("\nRows of the heaviest rank over the mean of all, with {} slots for copies a rank:\n",
+             slots);
+  fmt::print("{:>6}  {:>15} {:>15} {:>13} {:>26}\n", "ranks", "before (worst)", "after (worst)",
+             "copies a call", "new, if weights stay");
+  for (const Planned& made : all) {
+    const BalanceGain& gain = *made.balance;
+    fmt::print("{:>6}  {:>15} {:>15} {:>13.1f} {:>26.1f}\n", made.load.ranks,
+               fmt::format("{:.2f} ({:.2f})", gain.before, gain.worst_before),
+               fmt::format("{:.2f} ({:.2f})", gain.after, gain.worst_after), gain.copies,
+               gain.fetched);
+  }
+}
+
 /// The settings of what fits.
 void write_tuning(const PlanOptions& options, const std::vector<Planned>& all,
                   const Described& cluster) {
   json entries = json::array();
   for (json& row : as_json(all, cluster)) {
     if (!row["fits"].get<bool>()) continue;
-    for (const char* key : {"memory_bytes", "fits", "received_bytes", "phases_us"}) row.erase(key);
+    for (const char* key : {"memory_bytes", "fits", "received_bytes", "phases_us", "balance"})
+      row.erase(key);
     if (row["crossing"] == "-") row["crossing"] = "direct";
     entries.push_back(row);
   }
@@ -208,6 +248,9 @@ int plan(const PlanOptions& options) {
     throw std::runtime_error(fmt::format("--sms: from {} to {}, expected the fewest first",
                                          options.sms.front(), options.sms.back()));
   }
+  if (options.balance > 0 && options.routes.empty()) {
+    throw std::runtime_error("--balance: no routes; expected --routes with what was recorded");
+  }
   const Described cluster = Described::load(Kind::cluster, options.cluster);
   const Described model = Described::load(Kind::model, options.model);
   RecordedRoutes recorded;
@@ -219,6 +262,7 @@ int plan(const PlanOptions& options) {
   } else {
     print_times(all, cluster);
     print_memory(all);
+    print_balance(all, options.balance);
     const std::vector<std::string> assumed = cluster.assumed();
     if (!assumed.empty()) fmt::print("\nAssumed of the cluster: {}\n", fmt::join(assumed, ", "));
   }
@@ -273,6 +317,12 @@ void add_plan(CLI::App& app, int& exit_code) {
       ->check(CLI::NonNegativeNumber);
   command->add_option("--routes", options->routes,
                       "What Group.record_routes recorded, in place of uniform routes");
+  command
+      ->add_option("--balance", options->balance,
+                   "Say what so many slots a rank for copies of busy experts would give (--routes)")
+      ->check(whole_number(1, 1024));
+  command->add_option("--copy-rows", options->copy_rows, "What a copy costs, in rows (--balance)")
+      ->check(whole_number(0, 1 << 20));
   command->add_option("--tuning", options->tuning, "Write the settings to this JSON file");
   command
       ->add_option(

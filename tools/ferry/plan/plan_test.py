@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -108,6 +109,43 @@ class Plan(unittest.TestCase):
         self.assertEqual(row["num_sms"], 9)
         more = ["--cluster", cluster, "--ranks", "8", "--sms", "12,24", "--model", "qwen3-235b"]
         self.assertEqual(rows(*more)[0]["num_sms"], 12)
+
+    def test_says_what_balance_gives(self):
+        """For routes with the counts of the demo's; no other copies than it needs without skew."""
+        demo = json.loads((ROOT / "tests" / "golden" / "demo_counts.json").read_text())
+        ranks, experts, calls = demo["ranks"], demo["experts"], demo["calls"]
+        for rank in range(ranks):
+            data = b"FERRYRT1" + struct.pack("<IIQ", rank, ranks, experts)
+            for call in calls:
+                ids = [e for e, count in enumerate(call[rank]) for _ in range(count)]
+                data += struct.pack(f"<II{len(ids)}i", len(ids) // 2, 2, *ids)
+            (self.folder / f"routes.{rank}").write_bytes(data)
+        given = (
+            "--routes",
+            str(self.folder / "routes"),
+            "--model",
+            self.file(f"hidden: 128\nexperts: {experts}\ntopk: 2"),
+        )
+        common = "--cluster", "h200", "--ranks", str(ranks), *given
+        gain = rows(*common, "--balance", "2", "--copy-rows", "0")[0]["balance"]
+        each = experts // ranks
+        loads = [
+            [sum(sum(row[r * each :][:each]) for row in call) for r in range(ranks)]
+            for call in calls
+        ]
+        before = [max(load) * ranks / sum(load) for load in loads]
+        self.assertAlmostEqual(gain["before"], sum(before) / len(before), places=6)
+        self.assertAlmostEqual(gain["worst_before"], max(before), places=6)
+        self.assertLessEqual(gain["worst_after"], 1.02)
+        self.assertGreater(gain["copies"], 0)
+        self.assertLess(gain["fetched"], gain["copies"])
+        dear = rows(*common, "--balance", "2", "--copy-rows", "4096")[0]["balance"]
+        self.assertEqual((dear["after"], dear["copies"]), (dear["before"], 0))
+        self.assertNotIn("balance", rows(*common)[0])
+        self.assertIn("after (worst)", plan(*common, "--balance", "1").stdout)
+        self.assertIn("expected --routes", plan("--balance", "1").stderr)
+        odd = plan("--cluster", "h200", "--ranks", "3", *given, "--balance", "1")
+        self.assertIn("16 experts on 3 ranks", odd.stderr)
 
     def test_memory_decides_what_fits(self):
         done = plan("--ranks", "8")
