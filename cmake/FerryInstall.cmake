@@ -36,17 +36,23 @@ foreach(folder IN ITEMS api host cuda engine bootstrap fabric protocol core base
 endforeach()
 list(REMOVE_DUPLICATES FERRY_OUTSIDE)
 
-# Which find_package the installed target needs of its user.
+# Which find_package the installed target needs of its user, and which libraries users of pkg-config link.
 set(FERRY_DEPENDENCIES "")
+set(FERRY_PC_LIBS "")
 foreach(library IN LISTS FERRY_OUTSIDE)
   if(library STREQUAL "Threads::Threads")
     string(APPEND FERRY_DEPENDENCIES "find_dependency(Threads)\n")
+    string(APPEND FERRY_PC_LIBS " -pthread")
   elseif(library MATCHES "^fmt::fmt")
     string(APPEND FERRY_DEPENDENCIES "find_dependency(fmt)\n")
   elseif(library MATCHES "^CUDA::")
     string(APPEND FERRY_DEPENDENCIES "find_dependency(CUDAToolkit)\n")
+    string(REPLACE "CUDA::" " -l" name ${library})
+    string(APPEND FERRY_PC_LIBS " -L${CUDAToolkit_LIBRARY_DIR}${name}")
   elseif(library MATCHES "^(rt|dl|m|pthread|atomic|ws2_32|bcrypt|advapi32)$" OR library MATCHES "CMAKE_DL_LIBS")
-    # the system's own: nothing to find
+    if(library MATCHES "^[a-z0-9_]+$")  # the system's own: nothing to find
+      string(APPEND FERRY_PC_LIBS " -l${library}")
+    endif()
   else()
     message(FATAL_ERROR "cmake/FerryInstall.cmake: the library links to '${library}'; "
       "say here which find_package its users need for it")
@@ -79,9 +85,7 @@ write_basic_package_version_file(${PROJECT_BINARY_DIR}/ferryConfigVersion.cmake
   COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/ferryConfig.cmake ${PROJECT_BINARY_DIR}/ferryConfigVersion.cmake
   DESTINATION ${package_folder})
+file(RELATIVE_PATH FERRY_PC_UP /prefix/${CMAKE_INSTALL_LIBDIR}/pkgconfig /prefix)
+configure_file(${PROJECT_SOURCE_DIR}/cmake/ferry.pc.in ${PROJECT_BINARY_DIR}/ferry.pc @ONLY)
+install(FILES ${PROJECT_BINARY_DIR}/ferry.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
-
-# In a wheel the command line goes beside the interpreter.
-if(SKBUILD AND TARGET ferry_cli)
-  install(TARGETS ferry_cli RUNTIME DESTINATION ${SKBUILD_SCRIPTS_DIR} COMPONENT python)
-endif()

@@ -11,4 +11,8 @@ namespace ferry {
 /// "0.1.0": of the library that the program is linked to; the constants are those of the headers.
 std::string_view version();
 
+/// Which code of the host engine serves this machine: "avx512", "avx2" or "baseline". All give the
+/// same bits.
+std::string_view host_kernels();
+
 }  // namespace ferry

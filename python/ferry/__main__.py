@@ -1,25 +1,28 @@
-"""`python -m ferry`: the command `ferry` of this installation."""
+"""`python -m ferry`, and what the script `ferry` calls: the command of this installation."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-import sysconfig
-from importlib import metadata
-from pathlib import Path
 
 
-def command() -> Path:
-    """Where it is: beside this interpreter, or where pip has put it."""
-    beside = Path(sysconfig.get_path("scripts")) / "ferry"
-    if beside.exists():
-        return beside
-    for file in metadata.files("ferry-moe") or []:
-        if file.name == "ferry":
-            return Path(str(file.locate()))
-    sys.exit("python -m ferry: this installation has no command `ferry` (FERRY_TOOLS=OFF)")
+def main() -> int:
+    """Runs the command with the arguments of this process; returns the exit code."""
+    if sys.argv[1:2] == ["top"]:
+        from ferry import top
+
+        return top.main(sys.argv[2:])
+    from ferry import _ferry
+
+    if not hasattr(_ferry, "command"):
+        print("ferry: this installation has no command (FERRY_TOOLS=OFF)", file=sys.stderr)
+        return 1
+    # As in a program that is not Python's: Python handles or ignores these.
+    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    return _ferry.command([b"ferry", *map(os.fsencode, sys.argv[1:])])
 
 
 if __name__ == "__main__":
-    path = str(command())
-    os.execv(path, [path, *sys.argv[1:]])
+    sys.exit(main())

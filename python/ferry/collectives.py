@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ferry import _ferry
 from ferry.arguments import (
@@ -66,8 +65,7 @@ _NO_SMS = 0
 REDUCED_DTYPES = "f32, bf16, f16, i32, i64 or u8"
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """How an all_reduce travels, as `Collectives.choice` tells."""
 
     algorithm: str

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ferry import _ferry
 from ferry.arguments import (
@@ -32,6 +32,9 @@ from ferry.tensors import (
     view,
 )
 from ferry.trace import GroupTrace, ranged
+
+if TYPE_CHECKING:
+    from pathlib import Path  # which takes some milliseconds to import
 
 FABRICS = {
     "automatic": _ferry.FabricKind.automatic,
@@ -68,7 +71,7 @@ MOST_MEMORY_BYTES = 64 << 40
 
 
 def tuning_file(value: Any) -> str:
-    if not isinstance(value, (str, Path)):
+    if not isinstance(value, (str, os.PathLike)):
         refuse("Group: tuning", describe(value), "None, a bool or the name of a file")
     return str(value)
 
@@ -524,7 +527,9 @@ class Group:
         most_events: of a rank, 64 bytes each; what finds no room is counted as dropped.
         Raises `UnsupportedError` on GPUs: use torch.profiler there, whose ranges calls have.
         """
-        return GroupTrace(self, Path(file), integer("trace: most_events", most_events, 1, 1 << 26))
+        return GroupTrace(
+            self, os.fspath(file), integer("trace: most_events", most_events, 1, 1 << 26)
+        )
 
     def network(self) -> _ferry.NetworkStats:
         """What this rank has sent to ranks of other domains since creation."""

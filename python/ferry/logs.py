@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import traceback
 from typing import TYPE_CHECKING
 
 from ferry import _ferry
@@ -61,6 +60,8 @@ class _Forwarder(threading.Thread):
             try:
                 self._logger.handle(made)
             except Exception:  # of the program's handler; the next record may fare better
+                import traceback
+
                 traceback.print_exc()
 
     def end(self) -> None:

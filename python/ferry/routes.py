@@ -7,10 +7,11 @@ call u32 tokens, u32 topk, and i32 [tokens, topk]: global expert ids, -1 where a
 from __future__ import annotations
 
 import struct
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     import numpy.typing as npt
 
@@ -19,6 +20,8 @@ MAGIC = b"FERRYRT1"
 
 def routes_path(file: str | Path, rank: int) -> Path:
     """Where a rank records: the rank is added to the name."""
+    from pathlib import Path  # which takes some milliseconds
+
     return Path(f"{file}.{rank}")
 
 

@@ -8,11 +8,10 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-# json, statistics and zlib are imported where they are used: `import ferry` does without.
+# json, pathlib, statistics and zlib are imported where they are used: `import ferry` does without.
 from ferry.arguments import take_new_names
 
 P = ParamSpec("P")
@@ -54,9 +53,11 @@ class GroupTrace:
     """What `Group.trace` returns: records while it is entered. After the block rank 0 (or the
     lowest rank that is left) has written the file, and its `summary` says who came late."""
 
-    def __init__(self, group: Any, file: Path, most_events: int) -> None:
+    def __init__(self, group: Any, file: str, most_events: int) -> None:
+        from pathlib import Path
+
         self._group = group
-        self._file = file
+        self._file = Path(file)
         self._most = most_events
         self._before: Stamps = []
         self._begin = 0

@@ -4,6 +4,7 @@
 
 namespace ferry::python {
 
+void bind_command(nanobind::module_& module);
 void bind_error(nanobind::module_& module);
 void bind_dtype(nanobind::module_& module);
 void bind_tensor(nanobind::module_& module);

@@ -19,6 +19,11 @@
 #include "ferry/bootstrap.hpp"
 #include "ferry/error.hpp"
 
+#ifdef Py_LIMITED_API
+// Not of the stable ABI, but in every CPython since 3.4.
+extern "C" PyAPI_FUNC(int) PyGILState_Check();
+#endif
+
 namespace ferry::python {
 
 namespace nb = nanobind;

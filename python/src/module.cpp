@@ -25,4 +25,7 @@ NB_MODULE(_ferry, m) {
   fp::bind_latency(m);
   fp::bind_vault(m);
   fp::bind_collectives(m);
+#if FERRY_HAS_COMMAND
+  fp::bind_command(m);
+#endif
 }

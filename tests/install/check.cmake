@@ -31,6 +31,18 @@ run(${CMAKE_COMMAND} --build ${WORK}/build)
 run(${WORK}/build/consumer)
 message(STATUS "the consumer says: ${output}")
 
+# The same without CMake.
+find_program(PKG_CONFIG pkg-config)
+if(PKG_CONFIG)
+  file(GLOB_RECURSE pc ${WORK}/prefix/ferry.pc)
+  cmake_path(GET pc PARENT_PATH folder)
+  run(${CMAKE_COMMAND} -E env PKG_CONFIG_PATH=${folder} ${PKG_CONFIG} --cflags --libs
+    "ferry = ${VERSION}")
+  separate_arguments(options UNIX_COMMAND "${FLAGS} ${output}")
+  run(${COMPILER} ${CONSUMER}/main.cpp ${options} -o ${WORK}/by_pkg_config)
+  run(${WORK}/by_pkg_config)
+endif()
+
 # A version that is not there is refused.
 execute_process(COMMAND ${configure} -B ${WORK}/wrong -DWANTED_VERSION=99.0 RESULT_VARIABLE result
   OUTPUT_QUIET ERROR_QUIET)

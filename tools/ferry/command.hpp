@@ -22,6 +22,7 @@ void add_doctor(CLI::App& app, int& exit_code);
 void add_plan(CLI::App& app, int& exit_code);
 void add_simulate(CLI::App& app, int& exit_code);
 void add_calibrate(CLI::App& app, int& exit_code);
+void add_top(CLI::App& app, int& exit_code);
 void add_bench(CLI::App& app, const CommandLine& line, int& exit_code);
 
 }  // namespace ferry::cli

@@ -1,6 +1,6 @@
 """Holds the arrows of the house: who may include whom (docs/design.md, "One question a folder").
 
-    bench -> tools, fabric
+    bench -> tools, fabric,  python -> tools (the command, one header)
     python, tools, examples, bench -> include <- api <- {host, cuda} -> engine
     engine -> {protocol, fabric} -> core -> base,  bootstrap -> core;  all but core -> platform
 
@@ -48,7 +48,7 @@ FLOORS = {
     "src/cuda": GROUND | {"src/engine"},
     "src/api": GROUND | {"src/bootstrap", "src/engine", "src/host", "src/cuda"},
     "tools": {"include/ferry"},
-    "python/src": {"include/ferry"},
+    "python/src": {"include/ferry", "tools"},
     "examples": {"include/ferry"},
     # A measurement compares with what lies below, and runs its ranks as the command does.
     "bench": {"include/ferry", "src/core", "src/fabric", "tools"},

@@ -2,7 +2,12 @@
 #include "host/kernels/prelude.hpp"
 
 #if defined(__x86_64__)
-#if defined(__clang__)
+#if defined(__clang__) && __clang_major__ >= 18 && __clang_major__ <= 21
+// These ask for registers of 512 bits by name where all features are named, as zig does.
+#pragma clang attribute push(                                                       \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,evex512"))), \
+    apply_to = function)
+#elif defined(__clang__)
 #pragma clang attribute push( \
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma"))), apply_to = function)
 #else

@@ -18,6 +18,8 @@
 #include <fstream>
 #include <sstream>
 
+#include "ferry/version.hpp"
+
 namespace ferry::cli {
 namespace {
 
@@ -67,18 +69,11 @@ bool can_load(const char* library) {
   return true;
 }
 
-// The same order of preference as the host engine's kernels.
 std::string simd() {
-#if defined(__x86_64__)
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  // Where AVX2 is, so is F16C; clang 16 does not know that name here.
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return avx512 ? "avx512" : avx2 ? "avx2" : "baseline";
-#elif defined(__aarch64__)
+#if defined(__aarch64__)
   return "neon";
 #else
-  return "baseline";
+  return std::string(host_kernels());
 #endif
 }
 

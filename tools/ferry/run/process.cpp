@@ -9,12 +9,22 @@
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <map>
 #include <system_error>
 
 extern char** environ;
 
 namespace ferry::cli {
 namespace {
+
+// sigabbrev_np is newer (glibc 2.32) than what packages run on.
+const std::map<int, const char*> kSignalNames{
+    {SIGABRT, "ABRT"}, {SIGALRM, "ALRM"}, {SIGBUS, "BUS"},   {SIGCONT, "CONT"},
+    {SIGFPE, "FPE"},   {SIGHUP, "HUP"},   {SIGILL, "ILL"},   {SIGINT, "INT"},
+    {SIGIO, "IO"},     {SIGKILL, "KILL"}, {SIGPIPE, "PIPE"}, {SIGPROF, "PROF"},
+    {SIGQUIT, "QUIT"}, {SIGSEGV, "SEGV"}, {SIGSYS, "SYS"},   {SIGTERM, "TERM"},
+    {SIGTRAP, "TRAP"}, {SIGUSR1, "USR1"}, {SIGUSR2, "USR2"}, {SIGVTALRM, "VTALRM"},
+    {SIGXCPU, "XCPU"}, {SIGXFSZ, "XFSZ"}};
 
 struct Pipe {
   UniqueFd read;
@@ -98,9 +108,10 @@ std::string reason_not_started(const std::string& program, int reason) {
 
 std::string describe(const ProcessEnd& end) {
   if (end.signal == 0) return fmt::format("exited with code {}", end.code);
-  const char* name = sigabbrev_np(end.signal);
-  return name != nullptr ? fmt::format("was killed by signal {} (SIG{})", end.signal, name)
-                         : fmt::format("was killed by signal {}", end.signal);
+  const auto name = kSignalNames.find(end.signal);
+  return name != kSignalNames.end()
+             ? fmt::format("was killed by signal {} (SIG{})", end.signal, name->second)
+             : fmt::format("was killed by signal {}", end.signal);
 }
 
 Process start_process(const ProcessSpec& spec) {

@@ -88,7 +88,7 @@ class CommandLine(unittest.TestCase):
             ("doctr", "did you mean doctor?"),
             ("docotr", "did you mean doctor?"),
             ("rnu", "did you mean run?"),
-            ("benchmark", "the commands are run, doctor, bench, plan, calibrate, simulate"),
+            ("benchmark", "the commands are run, doctor, bench, plan, calibrate, simulate, top"),
         ):
             with self.subTest(word=word):
                 result = subprocess.run(
