@@ -70,7 +70,9 @@ class Copies:
             expected = f"experts=n * {group.size}, n - {slots} experts of the layer on each rank"
             refuse(f"{call}: balance", got, expected)
         self.ranks = ranks
-        self.stream = _streams.setdefault(ranks, _ferry.Stream())
+        if ranks not in _streams:
+            _streams[ranks] = _ferry.Stream()
+        self.stream = _streams[ranks]
         self._balancing = {
             "experts": self.local * group.size,
             "ranks": group.size,
