@@ -1,7 +1,8 @@
 // How a rank joins the job: rank 0 starts the store, the others look for it and shake hands with
 // it.
 #include <algorithm>
-#include <set>
+#include <array>
+#include <functional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -23,11 +24,23 @@ constexpr std::size_t kJoinReadBytes = 64 << 10;
 
 /// Where this thread has joined before. What turns it away there now may be the store of that job,
 /// which a program that starts anew still holds; the next one takes its place.
-thread_local std::set<std::string> joined_before;
+/// Hashes of the last ones; nothing to destroy at the thread's end, when g++ for Windows may have
+/// freed the memory already.
+thread_local std::array<std::size_t, 16> joined_before{};
+thread_local std::size_t joined_times = 0;
+
+bool has_joined(const std::string& store) {
+  const std::size_t hash = std::hash<std::string>()(store);
+  return std::find(joined_before.begin(), joined_before.end(), hash) != joined_before.end();
+}
+
+void note_joined(const std::string& store) {
+  if (has_joined(store)) return;
+  joined_before[joined_times++ % joined_before.size()] = std::hash<std::string>()(store);
+}
 
 bool may_be_of_an_earlier_job(const std::string& store, RefusalCode why) {
-  return why != RefusalCode::wrong_secret && why != RefusalCode::other_version &&
-         joined_before.contains(store);
+  return why != RefusalCode::wrong_secret && why != RefusalCode::other_version && has_joined(store);
 }
 
 }  // namespace
@@ -174,7 +187,7 @@ bool TcpBootstrap::shake_hands(const TcpOptions& options, Clock::time_point due)
                                           : "something is there, but it hung up at once; perhaps "
                                             "another program has that port, or many crowd it";
       return false;
-    default: joined_before.insert(who_.store); return true;
+    default: note_joined(who_.store); return true;
   }
   return false;
 }

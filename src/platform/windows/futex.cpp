@@ -105,32 +105,38 @@ class Sleepers {
   std::array<std::atomic<HANDLE>, kPlaces> events_{};
 };
 
-/// This thread's, until it ends.
-struct OwnPlace {
-  std::size_t index = Sleepers::all().take();
-  ~OwnPlace() {
+/// This thread's place until it ends, or kPlaces. Not thread_local: g++ for Windows may free such a
+/// variable's memory before its destructor runs.
+std::size_t own_place() {
+  static const DWORD slot = FlsAlloc([](void* taken) {
+    const auto index = reinterpret_cast<std::uintptr_t>(taken) - 1;
     if (index < kPlaces) Sleepers::all().table()->places[index].owner.store(0);
-  }
-};
+  });
+  if (slot == FLS_OUT_OF_INDEXES) return kPlaces;
+  if (void* const taken = FlsGetValue(slot)) return reinterpret_cast<std::uintptr_t>(taken) - 1;
+  const std::size_t index = Sleepers::all().take();
+  FlsSetValue(slot, reinterpret_cast<void*>(index + 1));
+  return index;
+}
 
 }  // namespace
 
 void futex_wait(const std::uint64_t* word, std::uint64_t seen, std::uint64_t nanoseconds) noexcept {
-  static thread_local OwnPlace own;
+  const std::size_t own = own_place();
   const auto slice =
       static_cast<DWORD>(std::min<std::uint64_t>((nanoseconds + 999'999) / 1'000'000, 60'000));
-  if (own.index >= kPlaces) {  // nobody can wake it
+  if (own >= kPlaces) {  // nobody can wake it
     Sleep(std::min<DWORD>(slice, 1));
     return;
   }
-  Place& place = Sleepers::all().table()->places[own.index];
+  Place& place = Sleepers::all().table()->places[own];
   // In one total order with what the waker does: either this finds the word changed, or the waker
   // finds this place with the word's key. An event that is set too often ends a later sleep early.
   place.key.store(windows::key_of(word));
   const std::uint64_t now =
       std::atomic_ref(*const_cast<std::uint64_t*>(word)).load(std::memory_order_seq_cst);
   if (static_cast<std::uint32_t>(now) == static_cast<std::uint32_t>(seen)) {
-    WaitForSingleObject(Sleepers::all().event(own.index), slice);
+    WaitForSingleObject(Sleepers::all().event(own), slice);
   }
   place.key.store(0);
 }
