@@ -14,9 +14,9 @@ _SIGNALS = (torch.int32, torch.uint32)
 
 
 class Blocks(NamedTuple):
-    """Signals, one for each block of so many rows of an expert; count: rows of each expert."""
+    """Signals, one for each block of so many rows of an expert; counts: rows of each expert."""
 
-    count: Tensor | None
+    counts: Tensor | None
     signals: Tensor | None
     rows: int
     threshold: int
@@ -39,10 +39,10 @@ def signals_of(
     check_tensor(call, name, given.signals, _SIGNALS, (local * of_expert,))
     good = not given.signals.is_cuda
     require(good, call, name, "a tensor on a GPU", "one in CPU memory: no kernel waits for blocks")
-    if given.count is not None:
-        check_tensor(call, "packed_recv_count", given.count, (torch.int32,), (local,))
-        good = torch.equal(given.count, made.counts)
+    if given.counts is not None:
+        check_tensor(call, "packed_recv_count", given.counts, (torch.int32,), (local,))
+        good = torch.equal(given.counts, made.counts)
         expected = f"{made.counts.tolist()}, of the dispatch"
-        require(good, call, "packed_recv_count", given.count.tolist(), expected)
+        require(good, call, "packed_recv_count", given.counts.tolist(), expected)
     signals = given.signals.view(torch.int32).view(local, of_expert)
     return {"signals": signals, "block_rows": rows, "threshold": threshold}

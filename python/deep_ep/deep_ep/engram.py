@@ -23,7 +23,7 @@ class Entries(NamedTuple):
     """The form of one table: entries of each rank, and scaling factors of an entry, four bytes
     each; 0: none."""
 
-    count: int
+    entries: int
     hidden: int
     dtype: torch.dtype
     num_sf_packs: int
@@ -36,7 +36,7 @@ class Entries(NamedTuple):
     @property
     def bytes(self) -> int:
         """Of a rank's part."""
-        return self.count * self.row_bytes
+        return self.entries * self.row_bytes
 
 
 class Tables:
@@ -48,7 +48,7 @@ class Tables:
         self._groups = groups
         self._factors: list[Tensor | None] = [None] * len(forms)
         self._ranks, self._windows = groups.windows(
-            [(form.count, form.row_bytes) for form in forms]
+            [(form.entries, form.row_bytes) for form in forms]
         )
 
     def write(self, call: str, storages: list[Tensor], factors: list[Tensor | None]) -> None:
@@ -180,8 +180,8 @@ def _check_written(
     call: str, form: Entries, storage: Any, factor: Tensor | None, ranks: int
 ) -> None:
     good = isinstance(storage, Tensor) and storage.dtype == form.dtype
-    good = good and tuple(storage.shape) == (form.count, form.hidden)
-    expected = f"{form.dtype} of shape ({form.count}, {form.hidden})"
+    good = good and tuple(storage.shape) == (form.entries, form.hidden)
+    expected = f"{form.dtype} of shape ({form.entries}, {form.hidden})"
     require(good, call, "storage", words(storage), expected)
     one_byte = form.dtype.itemsize == 1
     given = f"{'no' if factor is None else 'some'} beside entries of {form.dtype}"
@@ -189,6 +189,6 @@ def _check_written(
     require(one_byte == (factor is not None), call, "sf", given, expected)
     if factor is not None:
         good = _packs_of(call, "sf", factor) == form.num_sf_packs
-        good = good and factor.shape[0] == ranks * form.count
-        expected = f"shape ({ranks * form.count}, {form.num_sf_packs}), all ranks' entries"
+        good = good and factor.shape[0] == ranks * form.entries
+        expected = f"shape ({ranks * form.entries}, {form.num_sf_packs}), all ranks' entries"
         require(good, call, "sf", words(factor), expected)

@@ -140,7 +140,9 @@ class EngramBuffer(Communicating):
         scaling factors of all ranks' entries, f32 or i32 [R * entries, packs]."""
         tables, call = self._configured("write"), "write"
         layers = len(tables.forms)
-        factors = [None] * layers if sfs is None else list(sfs)
+        factors: list[Tensor | None] = [None] * layers
+        if sfs is not None:
+            factors = list(sfs)
         for name, given in (("storages", list(storages)), ("sfs", factors)):
             require(len(given) == layers, call, name, f"{len(given)} tensors", f"{layers}")
         tables.write(call, list(storages), factors)
