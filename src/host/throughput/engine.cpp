@@ -288,10 +288,11 @@ void HostEngine::go_on_from(std::uint64_t step) {
 
 std::shared_ptr<VaultEngine> HostEngine::make_vault(std::size_t version_bytes) {
   channel_.check_usable("Vault");
-  if (!engine::Regroup::possible(*memory_)) {
+  if (domains_.count() > 1 || !engine::Regroup::possible(*memory_, false)) {
     throw Error(ErrorKind::unsupported,
-                "Vault: groups that can regroup can have one: ranks in one domain of at most " +
-                    std::to_string(engine::Regroup::Traits::kSeats) + "; this group has " +
+                "Vault: a group in one domain, of at most " +
+                    std::to_string(engine::Regroup::Traits::kSeats) +
+                    " ranks that can regroup, can have one; this group has " +
                     std::to_string(size()) + " in " + std::to_string(domains_.count()),
                 {rank(), -1, "Vault", 0, 0, 0});
   }
