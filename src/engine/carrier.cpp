@@ -5,6 +5,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "platform/death_watch.hpp"
+
 namespace ferry::engine {
 namespace {
 
@@ -119,6 +121,8 @@ void Carrier::take(int peer, std::span<const std::byte> bytes) {
     }
   } else if (!bytes.empty()) {
     return;
+  } else {
+    DeathWatch::tell();  // a failure broadcast has come, too, or a fence
   }
   ring(control_, layout_);
 }

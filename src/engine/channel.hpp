@@ -155,6 +155,8 @@ class Channel {
   /// rows were read in place: what was read before may be of their next epoch.
   void check_evicted(const char* stage);
   [[noreturn]] void throw_evicted(const char* stage);
+  /// From now on a rank of another domain that is silent ends a wait for it before the deadline.
+  void lose_silent() { loses_silent_.store(true, std::memory_order_relaxed); }
   /// Whether the peer, of this domain, waits for others now.
   bool waits(int peer) const;
   /// Whether the peer has destroyed its group. It says nothing any more.
@@ -241,6 +243,8 @@ class Channel {
   int silent(const Awaited& awaited) const;
   /// A word of a rank's own line, or null when its memory is not in this process.
   std::uint64_t* own_word(int peer, std::size_t index) const;
+  /// Whether a wait for the peer is in vain: its process has ended, or nothing is heard from it.
+  bool is_lost(int peer) const;
   bool fresh(int peer, std::size_t word) const;
   std::optional<CallWord> call_of(int peer) const;
   /// "; rank 1 waits in barrier, this rank in dispatch"; empty when nothing is known.
@@ -270,6 +274,7 @@ class Channel {
   std::vector<std::byte> outgoing_;
   bool all_throw_ = false;  // of the thread whose turn it is, as the next
   bool survives_ = false;   // the call goes on without ranks that fail
+  std::atomic<bool> loses_silent_{false};
   std::atomic<bool> left_{false};
   std::atomic<bool> given_up_ = false;
   std::mutex leaving_;

@@ -217,6 +217,14 @@ std::uint64_t GroupWatch::slice_ns() const {
       std::clamp<std::chrono::nanoseconds>(left, std::chrono::nanoseconds(1), kSlice).count());
 }
 
+bool Channel::is_lost(int peer) const {
+  const fabric::PeerState state = memory_->fabric->peer_state(peer);
+  if (state != fabric::PeerState::unknown) return state == fabric::PeerState::dead;
+  // Of the domain nobody is silent; and where this rank is cut off itself, the others say so.
+  return loses_silent_.load(std::memory_order_relaxed) && own_word(peer, kBeatWord) == nullptr &&
+         !memory_->fabric->cut_off();
+}
+
 bool Channel::gone(int peer) const {
   if (memory_->fabric->peer_state(peer) == fabric::PeerState::dead) return true;
   // Outside the domain, where no word is read, the deadline must tell.
@@ -273,7 +281,7 @@ Status GroupWatch::poll(bool late) {
   int dead = -1;
   for (int peer = 0; peer < channel_.size_ && dead < 0; ++peer) {
     if (peer == channel_.rank_ || !awaited_.missing(peer)) continue;
-    if (channel_.memory_->fabric->peer_state(peer) == fabric::PeerState::dead) dead = peer;
+    if (channel_.is_lost(peer)) dead = peer;
   }
   // After looking at the processes: a rank that failed because of another has said so before it
   // ended, so its failure broadcast wins over its own death.

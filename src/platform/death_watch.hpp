@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "platform/futex.hpp"
+
 namespace ferry {
 
 /// A thread that sleeps until a watched process ends, then wakes all threads of this process that
@@ -17,6 +19,13 @@ class DeathWatch {
   /// How many watched processes have ended: grows, never falls. A watch that remembers it knows
   /// whether there is reason to look.
   static std::uint64_t count() noexcept { return count_.load(std::memory_order_acquire); }
+
+  /// The same for news that the kernel does not tell, of ranks on other hosts: counts and wakes.
+  static void tell() noexcept {
+    // Release: who sees it finds what there is to see.
+    count_.fetch_add(1, std::memory_order_release);
+    wake_sleepers();
+  }
 
   ~DeathWatch();
   DeathWatch(const DeathWatch&) = delete;

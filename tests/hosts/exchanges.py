@@ -1,10 +1,10 @@
 """A rank of test_hosts_faults: exchanges, says what happened to it, makes a new group when told.
 
-    exchanges.py [--latency] DEADLINE FOLDER FABRIC CROSSING
+    exchanges.py [--latency | --elastic] DEADLINE FOLDER FABRIC CROSSING
 
-Prints lines of JSON. In throughput mode it exchanges until an error, in latency mode (with masks)
-until FOLDER/again is there; every sum is checked. Then it waits for FOLDER/again, and tries a new
-group.
+Prints lines of JSON. In throughput mode it exchanges until an error, and with --elastic, where it
+commits its steps, it goes on by `regroup`; in latency mode (with masks) it exchanges until
+FOLDER/again is there; every sum is checked. Then it waits for FOLDER/again, and tries a new group.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Load:
 
     def __init__(self, group: ferry.Group, number: int) -> None:
         random = np.random.default_rng([number, group.rank])
-        self.routes = np.stack([random.permutation(EXPERTS)[:TOPK] for _ in range(TOKENS)])
+        there = np.isin(np.arange(EXPERTS) * group.size // EXPERTS, group.view().ranks)
+        experts = np.flatnonzero(there)
+        self.routes = np.stack([random.permutation(experts)[:TOPK] for _ in range(TOKENS)])
         self.weights = random.integers(1, 4, (TOKENS, TOPK)).astype(np.float32)
         self.x = random.integers(-100, 100, (TOKENS, HIDDEN)).astype(np.float32)
         self.owners = self.routes * group.size // EXPERTS
@@ -80,6 +82,29 @@ def until_error(group: ferry.Group, again: Path) -> None:
         say(kind=type(error).__name__, peer=error.peer, when=time.monotonic(), text=str(error))
 
 
+def regroup(group: ferry.Group, again: Path) -> None:
+    """Commits steps until an error; then those who may go on do so for a while."""
+    step = 0
+    try:
+        while not again.exists():
+            step += 1
+            exchange(group, step)
+            group.commit(step)
+            if step == 5:
+                say(going=True, fabric=group.fabric_name)
+    except ferry.Error as error:
+        say(kind=type(error).__name__, peer=error.peer, when=time.monotonic(), text=str(error))
+    try:
+        view = group.regroup()
+        for step in range(view.step + 1, view.step + GOES_ON):
+            exchange(group, step)
+            group.commit(step)
+        say(ranks=view.ranks, epoch=view.epoch)
+        group.barrier()
+    except ferry.Error as error:
+        say(stopped=str(error))
+
+
 def without_some(group: ferry.Group, again: Path) -> None:
     latency = ferry.LatencyExchange(
         group, capacity=TOKENS, hidden=HIDDEN, topk=TOPK, dtype="f32", masks=True
@@ -101,6 +126,7 @@ def without_some(group: ferry.Group, again: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--latency", action="store_true")
+    parser.add_argument("--elastic", action="store_true")
     parser.add_argument("deadline", type=float)
     parser.add_argument("folder", type=Path)
     parser.add_argument("fabric")
@@ -116,6 +142,8 @@ def main() -> None:
     ferry.Group(ferry.threads(1)[0], experts=1, fabric="ofi").destroy()
     again = given.folder / "again"
     run: Callable[[ferry.Group, Path], None] = without_some if given.latency else until_error
+    if given.elastic:
+        run = regroup
     with ferry.Group(ferry.from_environment(), deadline=given.deadline, **config) as group:
         run(group, again)
     while not again.exists():

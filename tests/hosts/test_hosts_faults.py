@@ -1,5 +1,6 @@
 """A cable is pulled, a host is killed or frozen (network namespaces, libfabric over TCP): every
-survivor names a rank of that host, or masks its ranks and goes on. FERRY_HOSTS=all runs every case.
+survivor names a rank of that host, masks its ranks, or goes on by `regroup` where it is of the
+majority. FERRY_HOSTS=all runs every case.
 """
 
 from __future__ import annotations
@@ -92,6 +93,31 @@ def test_throughput_mode_names_the_host(fault: str, joined: str, each: int, tmp_
             return
         for rank in job.victims:  # those behind the pulled cable see the others gone
             assert wait_for(tmp_path, rank, "kind", 20)["peer"] in job.survivors
+        job.begin_again()
+
+
+SILENT = 1.5  # seconds until a host that vanished is named
+
+
+@pytest.mark.parametrize(
+    ("fault", "joined", "each"), ALL if EVERYTHING else [("cable", "hierarchical", 2)]
+)
+def test_the_majority_regroups(fault: str, joined: str, each: int, tmp_path: Path) -> None:
+    with Hosts(HOSTS, own_boot_ids=joined != "ofi") as machines:
+        job = Job(machines, each, tmp_path)
+        job.start(joined, "--elastic")
+        start = job.harm(fault)
+        for rank in job.survivors:
+            said = wait_for(tmp_path, rank, "kind", 20)
+            assert said["kind"] == "PeerFailedError", said
+            assert said["peer"] in job.victims, said
+            assert said["when"] - start < SILENT + LATE, said
+            assert wait_for(tmp_path, rank, "ranks", 20)["ranks"] == job.survivors
+        if fault != "cable":
+            return
+        for rank in job.victims:
+            said = wait_for(tmp_path, rank, "stopped", 20)
+            assert "no majority of epoch 1" in said["stopped"], said
         job.begin_again()
 
 

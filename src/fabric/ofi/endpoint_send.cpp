@@ -7,6 +7,7 @@
 #include <cstring>
 #include <utility>
 
+#include "platform/death_watch.hpp"
 #include "fabric/ofi/endpoint.hpp"
 
 namespace ferry::fabric::ofi {
@@ -239,6 +240,7 @@ void Endpoint::lose(Peer& peer) {
   for (Op* op : backlog) recycle(op);
   peer.held.clear();
   room_.notify_all();
+  DeathWatch::tell();
 }
 
 }  // namespace ferry::fabric::ofi

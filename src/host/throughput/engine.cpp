@@ -221,6 +221,7 @@ GroupView HostEngine::group_view() const {
 
 bool HostEngine::commit(std::uint64_t step) {
   bool one_waits = false;
+  if (carrier_) channel_.lose_silent();
   enter("commit", nullptr, [&] {
     StepMessage head;
     head.call.kind = CallKind::commit;

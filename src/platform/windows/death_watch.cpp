@@ -15,9 +15,7 @@ struct DeathWatch::Parts {
   std::map<int, HANDLE> waits{};  // by process
 
   static void CALLBACK ended(void* /*context*/, BOOLEAN /*timed_out*/) {
-    // Release: who sees it finds the process dead.
-    count_.fetch_add(1, std::memory_order_release);
-    wake_sleepers();
+    tell();
     // A thread that has looked and is about to sleep misses the wake. Its slice ends the sleep at
     // the latest.
     for (const DWORD again : {1, 2, 4}) {
