@@ -2,8 +2,9 @@
 
     run_all.py [STAGE ...]
 
-Without stages: all but `conformance`. One thread builds the stages in turn, another one tests them:
-tests mostly wait, and what they leave of the processors builds the next stages, at a low priority.
+Without stages: all but `wheels` and `conformance`. One thread builds the stages in turn, another
+one tests them: tests mostly wait, and what they leave of the processors builds the next stages, at
+a low priority.
 
 The last line is "N passed, M failed", alone; the exit status is 1 if anything failed. A build that
 fails counts as one failed test. A stage that cannot run on this machine says so in capitals, and
@@ -25,7 +26,7 @@ from stages import STAGES, CannotRunError, set_kernel_options
 from steps import IN_CI, LOGS, USED, Result, say, stop_all
 
 LIMIT_S = 30 * 60  # of the whole, on two cores of CI
-ON_DEMAND = ("conformance", "windows")
+ON_DEMAND = ("wheels", "windows", "conformance")
 BUILD_NICE = 15
 
 

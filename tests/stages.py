@@ -205,6 +205,12 @@ def test_pytest() -> Result:
     return at_once(lambda: pytest("pytest", package), lambda: pytest("pytest-others", others))
 
 
+def build_wheels() -> Result:
+    result = Result()
+    result.passed = int(result.step(run("wheels", "make", "wheels", quiet=True), "make wheels"))
+    return result
+
+
 def check_lint() -> Result:
     ok = run("lint", sys.executable, "tools/lint/lint.py")
     found = re.findall(r"lint: (\d+) passed, (\d+) failed", (LOGS / "lint.log").read_text())
@@ -297,5 +303,8 @@ STAGES: dict[str, Stage] = {
     "cuda": Stage(build_cuda, test_cuda),
     "lint": Stage(check_lint),
     "docs": Stage(build_docs),
+    "wheels": Stage(
+        build_wheels, lambda: pytest("wheels-roots", ["tests/install/check_wheels.py"])
+    ),
     "conformance": Stage(partial(build, "host", targets=("conformance_full",)), test_conformance),
 }

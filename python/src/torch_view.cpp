@@ -3,7 +3,6 @@
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
-#include <cstring>
 
 #include "tensor.hpp"
 
@@ -30,7 +29,9 @@ struct Torch {
 const Torch* find(PyTypeObject* type) {
   static const Torch* found = nullptr;
   static bool absent = false;
-  if (found != nullptr || absent || std::strcmp(type->tp_name, "Tensor") != 0) return found;
+  if (found != nullptr || absent) return found;
+  const nb::object class_name = nb::steal(PyType_GetName(type));
+  if (PyUnicode_CompareWithASCIIString(class_name.ptr(), "Tensor") != 0) return nullptr;
   const nb::dict modules = nb::module_::import_("sys").attr("modules");
   if (!modules.contains("torch")) return nullptr;
   const nb::object torch = modules["torch"];
@@ -66,8 +67,17 @@ bool is(nb::handle value, PyObject* name, PyObject* expected) {
   return checked(PyObject_GetAttr(value.ptr(), name)).ptr() == expected;
 }
 
+// Calls of the stable ABI; the first place is the callee's to write to.
 bool answers_yes(nb::handle value, PyObject* name) {
-  return checked(PyObject_CallMethodNoArgs(value.ptr(), name)).ptr() == Py_True;
+  PyObject* arguments[] = {nullptr, value.ptr()};
+  constexpr auto kOne = 1 | PY_VECTORCALL_ARGUMENTS_OFFSET;
+  return checked(PyObject_VectorcallMethod(name, arguments + 1, kOne, nullptr)).ptr() == Py_True;
+}
+
+void call_with(PyObject* function, nb::handle value) {
+  PyObject* arguments[] = {nullptr, value.ptr()};
+  checked(
+      PyObject_Vectorcall(function, arguments + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
 }
 
 bool is_dense(const nb::dlpack::dltensor& tensor) {
@@ -98,7 +108,7 @@ std::optional<TensorView> plain_torch(nb::handle value, bool writable) {
     return std::nullopt;
   }
   if (writable && !answers_yes(value, torch->is_inference)) {
-    checked(PyObject_CallOneArg(torch->increment_version, value.ptr()));
+    call_with(torch->increment_version, value);
   }
   std::int64_t elements = 1;
   for (int d = 0; d < tensor.ndim; ++d) elements *= tensor.shape[d];

@@ -1,0 +1,199 @@
+"""The wheels of `make wheels`, where nothing but Python is: bare roots of distributions, made by
+mmdebstrap, without a compiler; and, for aarch64, under an emulator. A plain pytest does not collect
+them:
+
+    make test STAGES=wheels
+
+Skipped, with the reason, where no root can be made: that takes root (or unshare), mmdebstrap and a
+mirror. Roots are kept in build/roots.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DIST = ROOT / "dist"
+ROOTS = ROOT / "build" / "roots"
+MACHINE = platform.machine()
+#: Debian's names of machines.
+DEBIAN = {"x86_64": "amd64", "aarch64": "arm64"}
+#: Of a distribution: its Python.
+PYTHON = {"bookworm": "3.11", "trixie": "3.13"}
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+def run(*command: str | Path, **options: object) -> str:
+    done = subprocess.run(
+        [str(word) for word in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        **options,  # type: ignore[call-overload]
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}"
+    return done.stdout
+
+
+def wheel_for(python: str, machine: str) -> Path:
+    tag = "cp311-cp311" if python == "3.11" else "cp312-abi3"
+    found = list(DIST.glob(f"ferry_moe-*-{tag}-*_{machine}.whl"))
+    if not found:
+        pytest.skip(f"no wheel {tag} for {machine} in dist/: make wheels says why")
+    return found[0]
+
+
+def ten_lines() -> str:
+    """Of the README."""
+    page = (ROOT / "README.md").read_text().split("## Ten lines of Python")[1]
+    match = re.search(r"```python\n(.*?)```", page, re.S)
+    assert match
+    return match[1]
+
+
+def make_root(suite: str, machine: str, variant: str, packages: str, more: str = "") -> Path:
+    root = ROOTS / f"{suite}-{machine}{more}"
+    stamp = root / "made"
+    if stamp.exists():
+        return root
+    if not shutil.which("mmdebstrap"):
+        pytest.skip("no mmdebstrap (apt install mmdebstrap): no root can be made")
+    shutil.rmtree(root, ignore_errors=True)
+    root.parent.mkdir(parents=True, exist_ok=True)
+    command = ["mmdebstrap", f"--variant={variant}", f"--include={packages}"]
+    command += [f"--architectures={DEBIAN[machine]}", suite, str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"mmdebstrap {suite}: {done.stderr[-500:]}")
+    stamp.write_text(suite)
+    return root
+
+
+def numpy_for(python: str, machine: str, folder: Path) -> None:
+    """The wheels that ours depends on."""
+    command = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:", "-d", folder]
+    platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in (17, 27, 28)]
+    run(*command, f"--python-version={python}", *platforms, "numpy")
+
+
+ENTER = ["unshare", "--mount", "--pid", "--fork", "sh", "-ec"]
+#: What the package clients of this machine are told.
+CLIENTS = re.compile(r"(PIP|SSL|CURL|REQUESTS)_\w+|\w+_proxy", re.I)
+
+
+def run_inside(root: Path, script: str, environment: dict[str, str]) -> str:
+    """Runs a script of sh in a root, with /proc and this machine's /dev; both are gone after it."""
+    may = subprocess.run([*ENTER, "mount -t tmpfs none /mnt"], capture_output=True, check=False)
+    if may.returncode != 0:
+        pytest.skip("unshare and mount are not allowed here: no root can be entered")
+    (root / "script").write_text(f"set -e\nmount -t proc proc /proc\n{script}")
+    enter = f"mount --rbind /dev {root}/dev && exec chroot {root} sh /script"
+    return run(*ENTER, enter, env={"PATH": os.environ["PATH"], "HOME": "/root", **environment})
+
+
+INSIDE = """
+for tool in cc gcc g++ clang cmake; do ! command -v $tool || exit 9; done
+rm -rf /venv; python3 -m venv /venv
+/venv/bin/pip install -q --no-index --find-links /wheels ferry-moe
+cd /tmp
+/venv/bin/ferry run -n 4 -- /venv/bin/python /ten.py
+/venv/bin/ferry doctor
+"""
+
+
+@pytest.mark.parametrize("suite", PYTHON)
+def test_a_bare_root_installs_and_runs_the_wheel(suite: str) -> None:
+    wheel = wheel_for(PYTHON[suite], MACHINE)
+    root = make_root(suite, MACHINE, "minbase", "python3,python3-venv")
+    shutil.rmtree(root / "wheels", ignore_errors=True)
+    (root / "wheels").mkdir()
+    shutil.copy(wheel, root / "wheels")
+    numpy_for(PYTHON[suite], MACHINE, root / "wheels")
+    (root / "ten.py").write_text(ten_lines())
+    start = time.monotonic()
+    said = run_inside(root, INSIDE, {})
+    seconds = time.monotonic() - start
+    print(f"{suite}: {seconds:.0f} s from pip install to the end of doctor\n{said}")
+    for rank in range(4):
+        assert re.search(rf"\[{rank}\] rank {rank}: \d+ rows came, y is \(16, 128\)", said), said
+    assert "libfabric" in said
+
+
+@pytest.mark.skipif(MACHINE != "x86_64", reason="for machines that are not Arm64 themselves")
+def test_the_wheel_for_arm64_under_an_emulator(tmp_path: Path) -> None:
+    """The ten lines with one rank: to each other, ranks under qemu-user 7.2 look dead."""
+    if not shutil.which("qemu-aarch64"):
+        pytest.skip("no qemu-aarch64 (apt install qemu-user)")
+    wheel = wheel_for("3.11", "aarch64")
+    packages = "python3,python3.11-minimal,libpython3.11-stdlib,libstdc++6"
+    root = make_root("bookworm", "aarch64", "extract", packages)
+    numpy_for("3.11", "aarch64", tmp_path)
+    for each in (*tmp_path.glob("*.whl"), wheel):
+        shutil.unpack_archive(each, tmp_path / "guest", "zip")
+    python = ["qemu-aarch64", "-L", str(root), "-E", f"PYTHONPATH={tmp_path}/guest"]
+    python.append(str(root / "usr/bin/python3.11"))
+    lines = ten_lines().replace("ferry.from_environment()", "ferry.threads(1)[0]")
+    assert lines != ten_lines()
+    (tmp_path / "ten.py").write_text(lines)
+    said = run(*python, "ten.py", cwd=tmp_path)
+    assert re.search(r"rank 0: 16 rows came, y is \(16, 128\)", said), said
+    said = run(*python, "-m", "ferry", "--version", cwd=tmp_path)
+    assert said.startswith("ferry 0."), said
+
+
+def test_the_steps_of_the_dockerfile() -> None:
+    """In a root like its base image; then what `docker run` would start. No Docker is needed."""
+    wheel_for("3.11", MACHINE)
+    root = make_root("bookworm", MACHINE, "minbase", "ca-certificates", "-docker")
+    text = (ROOT / "Dockerfile").read_text()
+    steps = re.findall(r"^(FROM|ARG|RUN|COPY|ENV|CMD) (.*)$", text, re.M)
+    script = ""
+    for step, words in steps:
+        if step in ("ARG", "ENV") and not words.startswith("BASE="):
+            script += f"export {words}\n"
+        elif step == "RUN":
+            script += f"( {words} )\n"
+        elif step == "COPY":
+            assert words == ". /usr/src/ferry"
+            script += "rm -rf /usr/src/ferry /opt/ferry; cp -r /context /usr/src/ferry\n"
+        elif step == "CMD":
+            script += " ".join(json.loads(words)) + "\n"
+    script += "cd /tmp; ferry run -n 4 -- python /ten.py\n"
+    (root / "ten.py").write_text(ten_lines())
+    shutil.rmtree(root / "context", ignore_errors=True)
+    shutil.copytree(DIST, root / "context/dist")
+    certificates = Path("etc/ssl/certs/ca-certificates.crt")
+    shutil.copyfile(Path("/") / certificates, root / certificates)
+    told = {name: value for name, value in os.environ.items() if CLIENTS.fullmatch(name)}
+    said = run_inside(root, script, told | {"PIP_FIND_LINKS": ""})
+    assert "[3] rank 3:" in said and "libfabric" in said, said
+
+
+def test_wheels_carry_no_libraries_and_need_no_newer_glibc() -> None:
+    """What auditwheel says is in the name; here, that only glibc's own libraries are needed."""
+    wheels = list(DIST.glob("*.whl"))
+    if not wheels:
+        pytest.skip("no wheels in dist/: make wheels")
+    import zipfile
+
+    for wheel in wheels:
+        named = re.search(r"-manylinux_2_(\d+)_(x86_64|aarch64)\.whl$", wheel.name)
+        assert named and int(named[1]) <= 28, wheel
+        with zipfile.ZipFile(wheel) as archive:
+            modules = [name for name in archive.namelist() if ".so" in name]
+            assert len(modules) == 1 and modules[0].startswith("ferry/_ferry."), modules
+            assert "ferry/_ferry.pyi" in archive.namelist()
+            (points,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
+            assert b"ferry = ferry.__main__:main" in archive.read(points)
