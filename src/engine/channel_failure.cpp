@@ -106,7 +106,8 @@ bool Channel::leave() {
     const std::scoped_lock lock(leaving_);
     if (left_.exchange(true, std::memory_order_acq_rel)) return false;
   }
-  if (process_id() != owner_pid_) return false;  // a forked child: its parent is the rank, and stays
+  if (process_id() != owner_pid_)
+    return false;  // a forked child: its parent is the rank, and stays
   broadcast(FailureBroadcast::Kind::kLeft, rank_);
   if (given_up_.load(std::memory_order_relaxed)) return false;
   say_left();

@@ -7,8 +7,8 @@
 #include <cstring>
 #include <utility>
 
-#include "platform/death_watch.hpp"
 #include "fabric/ofi/endpoint.hpp"
+#include "platform/death_watch.hpp"
 
 namespace ferry::fabric::ofi {
 
