@@ -179,28 +179,29 @@ def table_of(rows: list[Row], silent: list[Endpoint]) -> Any:
     from rich.table import Table
 
     slow = slow_ranks(rows)
-    table = Table(box=None, pad_edge=False)
-    for name in ("rank", "group", "calls/s", "rows/s", "MB/s", "in calls", "waiting"):
-        table.add_column(name, justify="right")
-    for name in ("longest in", "masked", "failures", "epoch", ""):
-        table.add_column(
-            name, justify="right" if name in ("masked", "failures", "epoch") else "left"
-        )
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("rank", "group", "calls/s", "rows/s", "MB/s", "busy", "waiting"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("longest in", no_wrap=True)
+    table.add_column("")
     for row in rows:
         is_slow = (row.rank, row.group) in slow
+        notes = {
+            "others wait": is_slow,
+            f"{row.masked} masked": row.masked,
+            f"{row.failures} failed": row.failures,
+            f"epoch {row.epoch}": row.epoch > 1,
+        }
         table.add_row(
             f"{row.rank} of {row.ranks}",
             str(row.group),
             f"{row.calls:.0f}",
             f"{row.rows:.0f}",
             f"{row.bytes / 1e6:.1f}",
-            f"{row.busy:.0%}",
-            f"{row.waiting:.0%}",
+            f"{min(row.busy, 1):.0%}",
+            f"{min(row.waiting, 1):.0%}",
             row.stage,
-            str(row.masked),
-            str(row.failures),
-            str(row.epoch),
-            "the others wait for it" if is_slow else "",
+            ", ".join(note for note, holds in notes.items() if holds),
             style="bold" if is_slow else "red" if row.masked or row.failures else "",
         )
     for host, port in silent:

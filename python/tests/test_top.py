@@ -64,6 +64,21 @@ def test_the_slow_rank_is_the_one_that_does_not_wait() -> None:
     assert lines[3] == "endpoint=host:9 answers=0"
 
 
+def test_a_table_of_80_columns() -> None:
+    rich_console = pytest.importorskip("rich.console")
+    rows = [
+        top.Row(rank, 4, 1, 118.2, 12550.0, 51e6, 1.04, wait, "dispatch: grants", 0, 0, epoch)
+        for rank, wait, epoch in ((0, 0.9, 1), (1, 0.1, 1), (2, 0.9, 2), (3, 0.9, 1))
+    ]
+    console = rich_console.Console(width=80)
+    with console.capture() as capture:
+        console.print(top.table_of(rows, []))
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    assert len(lines) == 5 and "100%" in lines[1]
+    assert lines[2].endswith("10% dispatch: grants others wait")
+    assert lines[3].endswith("90% dispatch: grants epoch 2")
+
+
 def test_endpoints() -> None:
     assert top.endpoints_in(["9400-9401", "a.b:7"]) == [
         ("127.0.0.1", 9400),

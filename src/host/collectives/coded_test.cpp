@@ -209,6 +209,7 @@ TEST(CodedCollectives, FallBackInTheCallItself) {
   constexpr std::size_t kOdd = 131'001;
   const float infinity = std::numeric_limits<float>::infinity();
   for (const World& world : {World{2, 1}, World{4, 2}, World{3, 2}}) {
+    if (kSanitizer && world.ranks == 4) continue;  // nothing that the others do not do
     for (const ReduceFormat format : kCoded) {
       for (const float odd : {std::nanf(""), infinity, -infinity, 3e7f, 3e38f}) {
         auto inputs = inputs_of(kCount, world.ranks, 3);
