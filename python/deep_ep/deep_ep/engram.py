@@ -47,9 +47,9 @@ class Tables:
         self.forms = forms
         self._groups = groups
         self._factors: list[Tensor | None] = [None] * len(forms)
-        self._ranks, self._windows = groups.windows(
-            [(form.entries, form.row_bytes) for form in forms]
-        )
+        self._ranks, self._windows = groups.windows([
+            (form.entries, form.row_bytes) for form in forms
+        ])
 
     def write(self, call: str, storages: list[Tensor], factors: list[Tensor | None]) -> None:
         """Collective: fetches before it see what was there, those behind it these. factors: of the
