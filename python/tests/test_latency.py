@@ -339,6 +339,9 @@ def test_rows_are_sent_as_their_blocks_are_made(rng: np.random.Generator) -> Non
         weights, wrong = case.weights[group.rank], np.zeros((len(made), 2), np.int32)
         with pytest.raises(ferry.InvalidArgumentError, match="signals: got shape"):
             lat.combine(made, sent, weights, signals=wrong)
+        none, most = np.zeros((len(made), 0), np.int32), 2**63 - 1
+        with pytest.raises(ferry.InvalidArgumentError, match=r"signals: .*expected \[\d+, 1\]"):
+            lat.combine(made, sent, weights, signals=none, block_rows=most)
         assert np.array_equal(lat.combine(made, sent, weights).x, case.combined(group.rank))
 
     run_ranks(RANKS, body, experts=EXPERTS)
@@ -352,6 +355,26 @@ def test_a_block_that_is_not_made() -> None:
         expected = "block 0 of local expert 1 of rank 0 was not made"
         with pytest.raises(ferry.DeadlineExceededError, match=expected):
             lat.combine(sent.x, sent, np.ones((1, 1), np.float32), signals=signals)
+
+
+def test_all_blocks_share_the_deadline_of_the_call() -> None:
+    with ferry.Group(ferry.threads(1)[0], experts=8, deadline=0.5) as group:
+        lat = ferry.LatencyExchange(group, capacity=1, hidden=16, topk=8, dtype="f32")
+        sent = lat.dispatch(np.ones((1, 16), np.float32), np.arange(8)[None])
+        signals = np.zeros((8, 1), np.int32)
+        ended = threading.Event()
+
+        def make() -> None:
+            for expert in range(8):  # each in time, if it had a deadline of its own
+                ended.wait(0.2)
+                signals[expert] = 1
+
+        maker = threading.Thread(target=make)
+        maker.start()
+        with pytest.raises(ferry.DeadlineExceededError, match="deadline of 0.5 s: got signal 0"):
+            lat.combine(sent.x, sent, np.ones((1, 8), np.float32), signals=signals)
+        ended.set()
+        maker.join()
 
 
 def test_nothing_arrives_before_the_hook(rng: np.random.Generator) -> None:

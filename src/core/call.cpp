@@ -101,16 +101,19 @@ void compare(FirstDifference& first, const LatencyTerms& theirs, const LatencyTe
       .of("masks", theirs.has_masks, mine.has_masks, kGiven);
 }
 
-void compare(FirstDifference& first, CallKind kind, const CollectiveTerms& theirs,
-             const CollectiveTerms& mine) {
-  const bool table = kind == CallKind::copy_rows || kind == CallKind::add_rows;
+void compare(FirstDifference& first, const RowTableTerms& theirs, const RowTableTerms& mine) {
+  first.of("the number of rows", theirs.rows, mine.rows, kNumber)
+      .of("the number of rows for copies", theirs.slots, mine.slots, kNumber)
+      .of("the table (as a hash)", theirs.hash, mine.hash, kNumber);
+}
+
+void compare(FirstDifference& first, const CollectiveTerms& theirs, const CollectiveTerms& mine) {
   first.of("root", theirs.root, mine.root, kNumber)
       .of("format", theirs.format, mine.format, kName<ReduceFormat>)
       .of("op", theirs.op, mine.op, kName<ReduceOp>)
       .of("any_order", theirs.any_order, mine.any_order, kTruth)
       .of("counts", theirs.has_counts, mine.has_counts, kGiven)
-      .of(table ? "the table (as a hash)" : "shares (as a hash)", theirs.shares_hash,
-          mine.shares_hash, kNumber)
+      .of("shares (as a hash)", theirs.shares_hash, mine.shares_hash, kNumber)
       .of("algorithm", theirs.algorithm, mine.algorithm, kName<Algorithm>)
       .of("the algorithm chosen", theirs.chosen, mine.chosen, kName<Algorithm>)
       // Each algorithm has its own number.
@@ -131,11 +134,14 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
         .words();
   }
   const bool collective = mine.kind >= CallKind::all_reduce;
+  const bool table = mine.kind == CallKind::copy_rows || mine.kind == CallKind::add_rows;
   first.of("dtype", theirs.dtype, mine.dtype, kName<Dtype>)
-      .of(collective ? "the number of elements" : "hidden", theirs.elements, mine.elements,
-          kNumber);
-  if (collective) {
-    compare(first, mine.kind, theirs.collective, mine.collective);
+      .of(table ? "columns" : collective ? "the number of elements" : "hidden", theirs.elements,
+          mine.elements, kNumber);
+  if (table) {
+    compare(first, theirs.rows, mine.rows);
+  } else if (collective) {
+    compare(first, theirs.collective, mine.collective);
   } else if (mine.kind == CallKind::latency) {
     compare(first, theirs.latency, mine.latency);
   } else {

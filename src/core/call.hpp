@@ -73,14 +73,22 @@ struct LatencyTerms {
 /// Of a collective; zeros where it has no such thing.
 struct CollectiveTerms {
   std::int64_t blocks;  ///< that run it, on GPUs
-  std::uint32_t root;
+  std::uint32_t root;   ///< of broadcast
   std::uint8_t op;            ///< a ReduceOp
   std::uint8_t format;        ///< a ReduceFormat
   std::uint16_t algorithm;    ///< the Algorithm asked for
   std::uint32_t chosen;       ///< the Algorithm chosen
   std::uint16_t any_order;    ///< of all_reduce
   std::uint16_t has_counts;   ///< of all_to_all on GPUs
-  std::uint64_t shares_hash;  ///< of all_reduce; of copy_rows and add_rows: of the table
+  std::uint64_t shares_hash;  ///< of all_reduce
+};
+
+/// Of copy_rows and add_rows; `elements`: columns.
+struct RowTableTerms {
+  std::int64_t rows;   ///< of a rank, which others copy
+  std::int64_t slots;  ///< of a rank, for copies
+  std::uint64_t hash;  ///< of the table
+  std::uint64_t reserved;
 };
 
 /// Of Group::commit.
@@ -105,13 +113,14 @@ struct CallSignature {
     ExchangeTerms exchange{};
     LatencyTerms latency;
     CollectiveTerms collective;
+    RowTableTerms rows;
     CommitTerms commit;
     VaultTerms vault;
   };
 };
 static_assert(sizeof(ExchangeTerms) == 32 && sizeof(LatencyTerms) == 32 &&
               sizeof(CollectiveTerms) == 32 && sizeof(CommitTerms) == 32 &&
-              sizeof(VaultTerms) == 32 && sizeof(CallSignature) == 48);
+              sizeof(RowTableTerms) == 32 && sizeof(VaultTerms) == 32 && sizeof(CallSignature) == 48);
 
 /// "hidden is 128 on rank 2 but 256 here", for the first field that differs; empty when none does.
 std::string difference(const CallSignature& theirs, int their_rank, const CallSignature& mine);

@@ -212,7 +212,7 @@ RowTable checked_table(bool adds, const ConstTensorView& x, const ConstTensorVie
     refuse(call, "table", std::to_string(table.size()) + " entries",
            std::to_string(ranks) + " ranks times " + std::to_string(slots) + " slots");
   }
-  RowTable made{.adds = adds};
+  RowTable made{.adds = adds, .rows = rows, .slots = slots};
   for (std::int64_t place = 0; place < std::ssize(table); ++place) {
     const std::int64_t row = table[static_cast<std::size_t>(place)];
     if (row < -1 || row >= ranks * rows) {

@@ -89,7 +89,7 @@ void check_signals(const BlockSignals& signals, const LatencyConfig& config,
     refuse(kCombine, "signals: block_rows", to_string(signals.block_rows), "at least 1");
   }
   const std::int64_t rows = dispatched.ranks * config.capacity;
-  const std::int64_t blocks = (rows + signals.block_rows - 1) / signals.block_rows;
+  const std::int64_t blocks = rows / signals.block_rows + (rows % signals.block_rows != 0);
   check_exact(kCombine, "signals", signals.made, Dtype::i32, {dispatched.local_experts, blocks},
               where);
 }

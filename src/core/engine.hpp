@@ -139,6 +139,8 @@ struct RowTable {
     std::int64_t to_row;  ///< of out
   };
   bool adds = false;
+  std::int64_t rows = 0;   ///< of a rank, which others copy
+  std::int64_t slots = 0;  ///< of a rank, for copies
   std::uint64_t hash = 0;
   std::vector<Move> moves{};  ///< of all ranks, in the order in which they are added
 };

@@ -363,6 +363,22 @@ TEST(Collectives, AnyCallsInARow) {
 }
 
 // A call that differs is refused on all ranks, and the collectives go on.
+TEST(Collectives, DifferentRowsByATableAreNamed) {
+  with_collectives({.ranks = 2}, [](Collectives& all) {
+    const int other = all.rank();
+    std::vector<float> x(24), out(24);
+    const std::vector<std::int32_t> table{0, 1, 2, 3};  // two slots of each rank
+    // As many elements on both ranks in each case.
+    expect_error(ErrorKind::mismatch, {"columns is"}, [&] {
+      all.copy_rows({x.data(), Dtype::f32, {2 + other, 6 - 2 * other}},
+                    {out.data(), Dtype::f32, {2, 6 - 2 * other}}, table);
+    });
+    expect_error(ErrorKind::mismatch, {"the number of rows is"}, [&] {
+      all.add_rows({x.data(), Dtype::f32, {2, 6}}, {out.data(), Dtype::f32, {2 + other, 6}}, table);
+    });
+  });
+}
+
 TEST(Collectives, DifferentCallsAreNamed) {
   for (const World& world : {World{.ranks = 3}, World{.ranks = 4, .domain_size = 2}}) {
     with_collectives(world, [&](Collectives& all) {

@@ -22,9 +22,9 @@ class Rows {
         bytes_(index(x.shape[0]) * row_bytes_),
         out_bytes_(index(out.shape[0]) * row_bytes_),
         head_(head_of(table.adds ? CallKind::add_rows : CallKind::copy_rows, x.dtype,
-                      x.shape.product())),
+                      x.columns())),
         shown_(index(all.size())) {
-    head_.call.collective.shares_hash = table.hash;
+    head_.call.rows = {table.rows, table.slots, table.hash, 0};
     for (const RowTable::Move& move : table.moves) take_in(move);
     std::ranges::stable_sort(reads_, {}, &Read::to);  // sums keep the order of the table
     std::size_t most = 1;

@@ -8,6 +8,7 @@
 #include <string>
 #include <thread>
 
+#include "base/text.hpp"
 #include "core/check.hpp"
 #include "host/kernels/kernels.hpp"
 #include "host/latency/memory.hpp"
@@ -53,7 +54,7 @@ class SlotSum {
 class RowsBeingMade {
  public:
   RowsBeingMade(const LatencyMemory& memory, const LatencyCombineCall& call)
-      : engine_(memory.engine), rows_(memory.output_rows()) {
+      : engine_(memory.engine), rows_(memory.output_rows()), began_(call.began) {
     if (call.signals) signals_ = &*call.signals;
   }
   /// `place`: of all experts' rows.
@@ -76,10 +77,12 @@ class RowsBeingMade {
     constexpr std::chrono::microseconds kSpins{200}, kNap{50};
     const auto start = Clock::now();
     unsigned naps = 0;
-    while (made.load(std::memory_order_acquire) < signals_->threshold) {
-      const auto waited = Clock::now() - start;
-      if (waited > engine_.config().deadline) refuse_late(expert, block);
-      if (waited < kSpins) {
+    for (;;) {
+      const std::int32_t seen = made.load(std::memory_order_acquire);
+      if (seen >= signals_->threshold) return;
+      const auto now = Clock::now();
+      if (now - began_ > engine_.config().deadline) refuse_late(expert, block, seen);
+      if (now - start < kSpins) {
         std::this_thread::yield();
         continue;
       }
@@ -87,16 +90,21 @@ class RowsBeingMade {
       std::this_thread::sleep_for(kNap);
     }
   }
-  [[noreturn]] void refuse_late(std::int64_t expert, std::int64_t block) const {
+  [[noreturn]] void refuse_late(std::int64_t expert, std::int64_t block, std::int32_t seen) const {
     throw Error(ErrorKind::deadline,
                 "latency combine: signals: block " + std::to_string(block) + " of local expert " +
                     std::to_string(expert) + " of rank " + std::to_string(engine_.rank()) +
-                    " was not made within the deadline",
+                    " was not made within the deadline of " +
+                    exact_seconds(engine_.config().deadline) + ": got signal " + std::to_string(seen) + ", expected " +
+                    std::to_string(signals_->threshold) +
+                    " or more; start what makes the rows before the call, or give the group a longer "
+                    "deadline",
                 {engine_.rank(), engine_.rank(), "latency combine: signals", 0, 0, 0});
   }
 
   const HostEngine& engine_;
   std::int64_t rows_;
+  Clock::time_point began_;  // the call: all its waits share one deadline
   const BlockSignals* signals_ = nullptr;
 };
 

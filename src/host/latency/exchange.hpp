@@ -2,6 +2,7 @@
 // came, and what its calls keep until it is combined.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -130,6 +131,7 @@ struct LatencyCombineCall {
   std::vector<float> weights{};  ///< own, [T, K]; empty: rank-major
   std::optional<TensorView> wait_ns{};
   std::optional<BlockSignals> signals{};
+  std::chrono::steady_clock::time_point began = std::chrono::steady_clock::now();
   Tensor out{};
 };
 
