@@ -10,6 +10,7 @@ none leaves the reduction out: all ranks make the same calls in the same order.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ferry import _ferry
 from ferry.arguments import instance, integer, refuse
@@ -26,20 +28,38 @@ from ferry.group import Group
 from ferry.torch_replicas import copy_experts, reduce_experts
 
 
+_steps = itertools.count(1)
+_stepped = 0
+"""Steps of any optimizer: fused ones write to parameters and torch does not count it."""
+
+
+def _step(*_: object) -> None:
+    global _stepped
+    _stepped = next(_steps)  # ranks may be threads: two steps are never the same number
+
+
+register_optimizer_step_post_hook(_step)
+
+
 class _Seen:
     """A parameter as it was when its copies were made."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # Another tensor may get the address of one that is gone, and begins at the same version.
-        self._tensor = weakref.ref(tensor)
+        # Held: another tensor may get the address of one that is gone, and begins at the same
+        # version. Not by a weakref: torch.utils.swap_tensors refuses tensors that have one.
+        self._tensor = tensor
         self._state = self._of(tensor)
 
     def is_still(self, tensor: Tensor) -> bool:
-        return self._tensor() is tensor and self._state == self._of(tensor)
+        """Writes to inference tensors are not counted by anyone: they have always changed."""
+        same = self._tensor is tensor and self._state == self._of(tensor)
+        return same and not tensor.is_inference()
 
     @staticmethod
-    def _of(tensor: Tensor) -> tuple[int, int]:
-        return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+    def _of(tensor: Tensor) -> tuple[int, int, int]:
+        version = 0 if tensor.is_inference() else tensor._version
+        steps = _stepped if tensor.requires_grad else 0
+        return tensor.data_ptr(), version, steps
 
 
 COPY_ROWS = 16

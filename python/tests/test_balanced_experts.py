@@ -233,6 +233,28 @@ def test_a_new_parameter_is_not_taken_for_the_one_whose_memory_it_has() -> None:
     assert not seen.is_still(old)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_step_of_a_fused_optimizer_is_seen(kind: Any) -> None:
+    """torch does not count its writes in `_version`."""
+    trained, frozen = torch.nn.Parameter(torch.ones(4)), torch.ones(4)
+    seen = _Seen(trained), _Seen(frozen)
+    trained.grad = torch.ones(4)
+    kind([trained], lr=0.1, fused=True).step()
+    assert not torch.equal(trained, frozen)
+    assert not seen[0].is_still(trained)
+    assert seen[1].is_still(frozen)
+
+
+def test_an_inference_tensor_has_always_changed_and_swaps_are_seen() -> None:
+    with torch.inference_mode():
+        made = torch.ones(4)
+    assert not _Seen(made).is_still(made)
+    one, other = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.zeros(4))
+    seen = _Seen(one)
+    torch.utils.swap_tensors(one, other)
+    assert not seen.is_still(one)
+
+
 def test_a_layer_is_used_without_gradients_converted_and_trained() -> None:
     bootstraps = ferry.threads(bodies.RANKS)
 
