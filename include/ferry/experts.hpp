@@ -93,7 +93,8 @@ class BatchBalancer {
   /// most 1.02 of the mean load if the planner finds a way (else the least that it finds), with
   /// few copies to fetch, but for `copy_rows`. From here on what the slots of `fetches` held is
   /// lost. `again`: a batch of the last 64 with the same counts is computed once more, as by
-  /// activation checkpointing: its tokens go where they went.
+  /// activation checkpointing: its tokens go where they went. Of several, the newest of those that
+  /// were computed again least often. Throws Error(invalid_argument) where there is none.
   void plan(const ConstTensorView& counts, bool again = false);
   /// [ranks, slots]: the expert whose tokens go to each slot in this batch; −1: no tokens do.
   const std::vector<std::int32_t>& table() const;
@@ -106,6 +107,8 @@ class BatchBalancer {
   void fetched();
   /// [ranks]: slots of routes that each rank works on in this batch.
   std::vector<std::int64_t> load() const;
+  /// Equal where counts and plan are, among the last 64 batches; 0: nothing was planned.
+  std::int64_t plan_id() const;
   /// What Group::plan takes for routes of `rank` to experts: i64 [T, K]. They must be those that
   /// were counted. Tokens go home first, then to copies in ascending rank, in ascending order.
   /// Throws Error(invalid_argument) before `fetching` or `fetched`: no token goes to a copy that

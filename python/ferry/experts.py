@@ -148,6 +148,11 @@ class BatchBalancer:
         """[ranks]: slots of routes that each rank works on in this batch."""
         return self._raw.load
 
+    @property
+    def plan_id(self) -> int:
+        """Equal where counts and plan are, among the last 64 batches; 0: nothing was planned."""
+        return self._raw.plan_id
+
     def counts(self, topk_idx: Any) -> Any:
         """i32 [experts]: how many slots of the routes, i64 or i32 [T, K], name each expert."""
         raw, like = view("counts: topk_idx", topk_idx, expected="i64 or i32")
@@ -163,7 +168,8 @@ class BatchBalancer:
         to fetch, but for `copy_rows`. From here on what the slots of `fetches` held is lost.
 
         again: a batch of the last 64 with the same counts is computed once more, as by activation
-        checkpointing: its tokens go where they went."""
+        checkpointing: its tokens go where they went. Of several, the newest of those that were
+        computed again least often. Raises `InvalidArgumentError` where there is none."""
         self._raw.plan(view("plan: counts", counts, expected="i32")[0], flag("plan: again", again))
 
     def fetching(self) -> None:

@@ -105,7 +105,7 @@ class Copies:
     def _empty(self) -> None:
         """Nothing was planned and nothing is copied yet.
 
-        torch.compile leaves `places` and `run` as they are. Said for each object, because it
+        torch.compile leaves `places`, `run` and `checked` as they are. Said for each object, because it
         imports what compiles, which takes a second."""
         self.balancer = BatchBalancer(**self._balancing)
         self._seen: list[_Seen] = []
@@ -114,6 +114,7 @@ class Copies:
         self._batch: tuple[_Batch, Tensor] | None = None
         self.places = torch.compiler.disable(self._places)  # type: ignore[no-untyped-call]
         self.run = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
+        self.checked = torch.compiler.disable(self._checked)  # type: ignore[no-untyped-call]
 
     def invalidate(self) -> None:
         """The experts of this rank have changed though torch did not see it."""
@@ -172,6 +173,12 @@ class Copies:
             made = torch.cat([made, of_copies])
         joined: Tensor = _Joined.apply(made, *copies)  # type: ignore[no-untyped-call]
         return joined
+
+    def _checked(self, y: Tensor) -> Tensor:
+        """The result as it is. Its backward, before any other of the layer, refuses what was
+        computed again with another plan."""
+        checked: Tensor = _Planned.apply(y, self.balancer.plan_id)  # type: ignore[no-untyped-call]
+        return checked
 
     @torch.inference_mode(False)
     def _fetch(self, parameters: dict[str, Tensor]) -> None:
@@ -330,6 +337,30 @@ class _Joined(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return grad, *[None] * ctx.copies
+
+
+class _Planned(torch.autograd.Function):
+    """The plan's id goes two ways: `ctx.plan_id` stays that of the forward, the tensor is replaced
+    where a checkpoint computes the forward again."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, plan_id: int) -> Tensor:
+        ctx.plan_id = plan_id
+        ctx.save_for_backward(torch.tensor([plan_id]))
+        return y.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (plan_id,) = ctx.saved_tensors
+        if int(plan_id) != ctx.plan_id:
+            refuse(
+                "ExpertParallel: backward",
+                f"a forward computed again with the copies of plan {int(plan_id)}",
+                f"those of its own, plan {ctx.plan_id}: forwards with the same counts but other "
+                "copies must go backward last in, first out, and through checkpoints all of them",
+            )
+        return grad, None
 
 
 def _some(table: list[list[int]]) -> bool:

@@ -137,7 +137,8 @@ class ExpertParallel(nn.Module):
             made = self._copies.run(self.experts, rows, offsets)
         factors = row_weights(weights, ids, slots, made.shape[0])
         weighted = (made.float() * factors[:, None]).to(x.dtype)
-        return combine(self.group, plan, weighted, **self.layout)
+        y = combine(self.group, plan, weighted, **self.layout)
+        return y if self._copies is None else self._copies.checked(y)
 
     def decode(
         self,

@@ -43,6 +43,7 @@ void bind_experts(nb::module_& m) {
       .def("fetching", &BatchBalancer::fetching)
       .def("fetched", &BatchBalancer::fetched)
       .def_prop_ro("load", &BatchBalancer::load)
+      .def_prop_ro("plan_id", &BatchBalancer::plan_id)
       .def("places", [](const BatchBalancer& b, const View& topk_idx, int rank) {
         return HeldTensor(b.places(topk_idx.read(), rank));
       });

@@ -311,6 +311,55 @@ def test_checkpoints_compute_a_batch_again_as_it_was(use_reentrant: bool) -> Non
     run_threads(bodies.RANKS, one)
 
 
+class _Scales(torch.nn.Module):
+    """What autograd saves has as many rows as came, so that no shape tells of other copies."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.arange(2 * rank + 1.0, 2 * rank + 3.0)[:, None])
+
+    def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        of_rows = self.scale.repeat_interleave(torch.diff(offsets), 0)
+        return rows[: offsets[-1]] * of_rows
+
+
+@pytest.mark.parametrize("last_first", [True, False])
+def test_checkpoints_of_two_batches_with_the_same_counts(last_first: bool) -> None:
+    """The second one has other copies: the slots held others by then."""
+    bootstraps = ferry.threads(3)
+    wide, hot = [7, 7, 0, 6, 0, 0], [16, 0, 0, 0, 0, 4]
+
+    def one(rank: int) -> None:
+        ranks = ferry.Collectives(bootstraps[rank], deadline=20)
+        group = ferry.Group(bootstraps[rank], experts=9, deadline=20)
+        options: dict[str, Any] = {"balance": 1, "collectives": ranks, "copy_rows": 0}
+        layer = ft.ExpertParallel(group, _Scales(rank), **options)
+        assert layer.balancer is not None
+        xs, results, tables, wanted = [], [], [], []
+        for k, counts in enumerate((wide, hot, wide)):
+            ids = torch.repeat_interleave(torch.arange(6), torch.tensor(counts))[:, None]
+            xs.append(torch.ones(20, 16, requires_grad=True))
+            y = checkpoint(layer, xs[-1], ids, torch.ones(20, 1), use_reentrant=False)
+            results.append(y.mul_(k + 1))  # in place, as on any result
+            tables.append(layer.balancer.table)
+            wanted.append((ids + 1) * (k + 1.0) * torch.ones(16))
+        assert tables[0] != tables[2]
+        if last_first:
+            sum(results).sum().backward()  # type: ignore[union-attr]
+            for x, grad in zip(xs, wanted):
+                assert torch.equal(x.grad, grad)
+            named = sum((k + 1.0) * torch.tensor(c) for k, c in enumerate((wide, hot, wide)))
+            grad = layer.experts.scale.grad.flatten()
+            assert torch.equal(grad, 3 * 16 * named[2 * rank : 2 * rank + 2])  # type: ignore[index]
+        else:
+            with pytest.raises(ferry.InvalidArgumentError, match="with the copies of plan"):
+                results[0].sum().backward()
+        ranks.barrier()
+        group.destroy()
+
+    run_threads(3, one)
+
+
 def test_decode_is_balanced_too() -> None:
     bootstraps = ferry.threads(bodies.RANKS)
 

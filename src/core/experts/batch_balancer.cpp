@@ -76,27 +76,43 @@ class BatchHistory {
   struct Batch {
     std::vector<std::int32_t> counts{};
     BatchPlan plan{};
+    std::int64_t plan_id = 0;
+    int again = 0;  ///< times that it was computed again
   };
 
   bool empty() const { return batches_.empty(); }
-  const Batch& newest() const { return batches_.front(); }
+  /// The one that was planned or computed again last.
+  const Batch& current() const { return batches_[current_]; }
   void add(std::vector<std::int32_t> counts, const BatchPlan& plan) {
     if (batches_.size() == kBatches) batches_.pop_back();
-    batches_.push_front({std::move(counts), plan});
+    const auto same = std::ranges::find_if(batches_, [&](const Batch& batch) {
+      return batch.counts == counts && batch.plan.table == plan.table &&
+             batch.plan.quota == plan.quota;
+    });
+    const std::int64_t id = same == batches_.end() ? ++plans_ : same->plan_id;
+    batches_.push_front({std::move(counts), plan, id});
+    current_ = 0;
   }
-  /// The newest with these counts becomes the newest of all. False: there is none.
+  /// Of those with these counts, the newest of those computed again least often becomes the current
+  /// one: backward passes take the last first. False: there is none.
   bool renew(std::span<const std::int32_t> counts) {
-    const auto found = std::ranges::find_if(
-        batches_, [&](const Batch& batch) { return std::ranges::equal(batch.counts, counts); });
-    if (found == batches_.end()) return false;
-    Batch batch = std::move(*found);
-    batches_.erase(found);
-    batches_.push_front(std::move(batch));
+    std::size_t found = batches_.size();
+    for (std::size_t at = 0; at < batches_.size(); ++at) {
+      const bool fits = std::ranges::equal(batches_[at].counts, counts);
+      if (fits && (found == batches_.size() || batches_[at].again < batches_[found].again)) {
+        found = at;
+      }
+    }
+    if (found == batches_.size()) return false;
+    ++batches_[found].again;
+    current_ = found;
     return true;
   }
 
  private:
   std::deque<Batch> batches_{};
+  std::size_t current_ = 0;
+  std::int64_t plans_ = 0;
 };
 
 BatchBalancer::BatchBalancer(std::int64_t experts, int ranks, int slots, int domain_size,
@@ -151,11 +167,15 @@ void BatchBalancer::plan(const ConstTensorView& counts, bool again) {
                std::to_string(at % experts_),
            "0 or more");
   }
-  if (!again || !history_->renew(given)) {
+  if (!again) {
     planner_->plan(given, slots_held_->held());
     history_->add(std::move(given), planner_->planned());
+  } else if (!history_->renew(given)) {
+    refuse(kCall, "again", "counts of none of the last " + std::to_string(kBatches) + " batches",
+           "a batch that is computed again soon: recompute (checkpoint) fewer forwards at once, "
+           "with the routes that they had");
   }
-  slots_held_->plan(history_->newest().plan.table);
+  slots_held_->plan(history_->current().plan.table);
 }
 
 void BatchBalancer::fetching() {
@@ -176,7 +196,11 @@ const std::vector<std::int32_t>& BatchBalancer::fetches() const {
 
 std::vector<std::int64_t> BatchBalancer::load() const {
   if (history_->empty()) return std::vector<std::int64_t>(index(ranks_));
-  return history_->newest().plan.load;
+  return history_->current().plan.load;
+}
+
+std::int64_t BatchBalancer::plan_id() const {
+  return history_->empty() ? 0 : history_->current().plan_id;
 }
 
 std::int64_t BatchBalancer::place_of(std::int64_t expert) const {
@@ -195,7 +219,8 @@ Tensor BatchBalancer::places(const ConstTensorView& topk_idx, int rank) const {
     refuse(kCall, "the plan", state == State::none ? "none" : "copies that are not fetched yet",
            "plan(counts), weights in the slots of fetches(), then fetched()");
   }
-  const auto& [counts, plan] = history_->newest();
+  const std::vector<std::int32_t>& counts = history_->current().counts;
+  const BatchPlan& plan = history_->current().plan;
   const std::vector<std::int32_t> routes = checked_routes(kCall, topk_idx, experts_);
   const auto counted = std::span(counts).subspan(index(rank * experts_), index(experts_));
   std::vector<std::int32_t> named(counted.size());

@@ -1,6 +1,7 @@
 // The public face of the planner: steps in their order, routes to places.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <random>
 
 #include "core/domains.hpp"
@@ -154,6 +155,33 @@ TEST(BatchBalancer, ABatchIsComputedAgainAsItWas) {
   EXPECT_EQ(places(), first);
   balancer.plan(again, true);  // weights that were on their way are not counted on
   EXPECT_EQ(balancer.fetches(), table);
+  ++others[0];
+  expect_error(ErrorKind::invalid_argument, {"again", "none of the last 64 batches"}, [&] {
+    balancer.plan({others.data(), Dtype::i32, {kRanks, kExperts}}, true);
+  });
+}
+
+/// Two batches with the same counts have other plans where the slots held other copies.
+TEST(BatchBalancer, BatchesOfTheSameCountsAreComputedAgainLastFirst) {
+  BatchBalancer balancer(6, 3, 1);
+  const std::array<int, 6> wide = {7, 7, 0, 6, 0, 0}, hot = {16, 0, 0, 0, 0, 4};
+  const auto run = [&](const std::array<int, 6>& each, bool again) {
+    std::vector<std::int32_t> counts;
+    for (int rank = 0; rank < 3; ++rank) counts.insert(counts.end(), each.begin(), each.end());
+    balancer.plan({counts.data(), Dtype::i32, {3, 6}}, again);
+    balancer.fetched();
+    return std::pair(balancer.plan_id(), balancer.table());
+  };
+  const auto first = run(wide, false), between = run(hot, false), last = run(wide, false);
+  ASSERT_NE(first.second, last.second);
+  ASSERT_NE(first.first, last.first);
+  for (int backward = 0; backward < 2; ++backward) {
+    EXPECT_EQ(run(wide, true), last);
+    EXPECT_EQ(run(hot, true), between);
+    EXPECT_EQ(run(wide, true), first);
+  }
+  const auto once = run(hot, false);
+  EXPECT_EQ(run(hot, false).first, once.first);
 }
 
 TEST(BatchBalancer, RefusesWhatCannotBe) {
