@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+import zlib
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ferry import _ferry
 from ferry.arguments import instance, integer, refuse
 from ferry.collectives import Collectives
+from ferry.errors import MismatchError
 from ferry.experts import BatchBalancer
 from ferry.group import Group
+from ferry.torch_reductions import agree
 from ferry.torch_replicas import copy_experts, reduce_experts
-
 
 _steps = itertools.count(1)
 _stepped = 0
@@ -105,9 +107,10 @@ class Copies:
     def _empty(self) -> None:
         """Nothing was planned and nothing is copied yet.
 
-        torch.compile leaves `places`, `run` and `checked` as they are. Said for each object, because it
-        imports what compiles, which takes a second."""
+        torch.compile leaves `places`, `run` and `checked` as they are. Said for each object,
+        because it imports what compiles, which takes a second."""
         self.balancer = BatchBalancer(**self._balancing)
+        self._agreed = False
         self._seen: list[_Seen] = []
         self._tensors: dict[str, Tensor] = {}
         self._coming: _Coming | None = None
@@ -125,9 +128,10 @@ class Copies:
         routes."""
         instance("ExpertParallel: topk_idx", topk_idx, Tensor, "a tensor")
         parameters = self._parameters(experts)
+        said = [_said(name, tensor) for name, tensor in parameters.items()]
         with torch.no_grad():
             topk_idx = topk_idx.contiguous()
-            self._plan(parameters, topk_idx)
+            self._plan(parameters, said, topk_idx)
             self._fetch(parameters)
             places = torch.as_tensor(self.balancer.places(topk_idx, self.ranks.rank))
         table = self.balancer.table
@@ -138,22 +142,39 @@ class Copies:
             self._batch = batch, handle
         return places
 
-    def _plan(self, parameters: dict[str, Tensor], topk_idx: Tensor) -> None:
+    def _plan(self, parameters: dict[str, Tensor], said: list[str], topk_idx: Tensor) -> None:
         changed = len(parameters) != len(self._seen) or not all(
             seen.is_still(tensor) for seen, tensor in zip(self._seen, parameters.values())
         )
         balancer, size = self.balancer, self.ranks.size
-        message = torch.empty(balancer.experts + 1, dtype=torch.int32)
-        message[:-1] = balancer.counts(topk_idx)
-        message[-1] = changed
+        if not self._agreed:  # else even the messages may differ in length
+            settings = ", ".join(f"{name}={value}" for name, value in self._balancing.items())
+            agree(self.ranks, "ExpertParallel", settings)
+            self._agreed = True
+        message = torch.empty(balancer.experts + 2, dtype=torch.int32)
+        message[:-2] = balancer.counts(topk_idx)
+        message[-2] = changed
+        message[-1] = zlib.crc32("\n".join(said).encode()) >> 1
         every = torch.empty(size, len(message), dtype=torch.int32)
         self.ranks.all_gather(message, every)
-        for rank in every[:, -1].nonzero().flatten().tolist():
+        if (every[:, -1] != every[0, -1]).any():
+            self._refuse_parameters(said)
+        for rank in every[:, -2].nonzero().flatten().tolist():
             balancer.invalidate(rank)
         self._seen = [_Seen(tensor) for tensor in parameters.values()]
         # Checkpoints compute a forward again inside a backward.
         again = torch._C._current_graph_task_id() >= 0
-        balancer.plan(every[:, :-1].contiguous(), again=again)
+        balancer.plan(every[:, :-2].contiguous(), again=again)
+
+    def _refuse_parameters(self, said: list[str]) -> None:
+        """Collective. MismatchError on all ranks, of the first parameter that differs."""
+        call = "ExpertParallel"
+        agree(self.ranks, call, f"{len(said)} parameters of experts")
+        for each in said:
+            agree(self.ranks, call, each)
+        rank = self.ranks.rank
+        message = f"rank {rank}: {call}: names of parameters of experts differ between ranks"
+        raise MismatchError(message, rank=rank, peer=-1, stage=call)
 
     def _run(self, experts: nn.Module, rows: Tensor, offsets: Tensor) -> Tensor:
         """What the experts make of rows for themselves and for the copies on this rank."""
@@ -361,6 +382,13 @@ class _Planned(torch.autograd.Function):
                 "copies must go backward last in, first out, and through checkpoints all of them",
             )
         return grad, None
+
+
+def _said(name: str, tensor: Tensor) -> str:
+    """What all ranks must have alike. A rank that needs no gradients is not in the backward."""
+    trained = tensor.requires_grad and torch.is_grad_enabled()
+    how = "with" if trained else "without"
+    return f"{tensor.dtype} {tuple(tensor.shape)}, {how} gradients: {name}"
 
 
 def _some(table: list[list[int]]) -> bool:

@@ -345,12 +345,12 @@ def test_checkpoints_of_two_batches_with_the_same_counts(last_first: bool) -> No
             wanted.append((ids + 1) * (k + 1.0) * torch.ones(16))
         assert tables[0] != tables[2]
         if last_first:
-            sum(results).sum().backward()  # type: ignore[union-attr]
+            sum(results).sum().backward()
             for x, grad in zip(xs, wanted):
                 assert torch.equal(x.grad, grad)
             named = sum((k + 1.0) * torch.tensor(c) for k, c in enumerate((wide, hot, wide)))
             grad = layer.experts.scale.grad.flatten()
-            assert torch.equal(grad, 3 * 16 * named[2 * rank : 2 * rank + 2])  # type: ignore[index]
+            assert torch.equal(grad, 3 * 16 * named[2 * rank : 2 * rank + 2])
         else:
             with pytest.raises(ferry.InvalidArgumentError, match="with the copies of plan"):
                 results[0].sum().backward()
@@ -358,6 +358,60 @@ def test_checkpoints_of_two_batches_with_the_same_counts(last_first: bool) -> No
         group.destroy()
 
     run_threads(3, one)
+
+
+class _Odd(torch.nn.Module):
+    """Each row is scaled and moved."""
+
+    def __init__(self, names: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, torch.nn.Parameter(torch.ones(shape, dtype=dtype)))
+
+    def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return rows * self.a.flatten()[:1] + self.b.flatten()[:1]
+
+
+@pytest.mark.parametrize(
+    ("odd", "word"),
+    [
+        ("copy_rows", "copy_rows=60"),
+        ("slots", "slots=2"),
+        ("names", "with gradients: b"),
+        ("more", "3 parameters"),
+        ("dtype", "bfloat16"),
+        ("shape", r"\(5, 2, 8\)"),
+        ("frozen", "without gradients: a"),
+        ("no_grad", "without gradients: a"),
+    ],
+)
+def test_ranks_that_differ_are_refused_everywhere(odd: str, word: str) -> None:
+    bootstraps = ferry.threads(2)
+
+    def one(rank: int) -> None:
+        ranks = ferry.Collectives(bootstraps[rank], deadline=20)
+        group = ferry.Group(bootstraps[rank], experts=12, deadline=20)
+        its = odd if rank == 1 else ""
+        slots = 2 if odd == "slots" and rank == 0 else 1
+        experts = _Odd(
+            {"names": "ba", "more": "abc"}.get(its, "ab"),
+            torch.bfloat16 if its == "dtype" else torch.float32,
+            (6 - slots, *((2, 8) if its == "shape" else (8, 2))),
+        )
+        experts.a.requires_grad_(its != "frozen")
+        copy_rows = 60 if its == "copy_rows" else 0
+        layer = ft.ExpertParallel(
+            group, experts, balance=slots, collectives=ranks, copy_rows=copy_rows
+        )
+        with (
+            pytest.raises(ferry.MismatchError, match=word),
+            torch.set_grad_enabled(its != "no_grad"),
+        ):
+            layer(torch.ones(40, 16), torch.ones(40, 1).long(), torch.ones(40, 1))
+        ranks.barrier()
+        group.destroy()
+
+    run_threads(2, one)
 
 
 def test_decode_is_balanced_too() -> None:
