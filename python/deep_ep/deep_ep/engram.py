@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deep_ep.agreement import require_same
 from deep_ep.arguments import words
 from deep_ep.call import column_major
 from deep_ep.errors import refuse, require, require_integer
@@ -45,6 +46,8 @@ class Tables:
 
     def __init__(self, groups: Groups, forms: list[Entries]) -> None:
         self.forms = forms
+        self.written = False
+        """Whether the last write came to its end: else ranks may hold parts of different ones."""
         self._groups = groups
         self._factors: list[Tensor | None] = [None] * len(forms)
         self._ranks, self._windows = groups.windows([
@@ -55,15 +58,17 @@ class Tables:
         """Collective: fetches before it see what was there, those behind it these. factors: of the
         entries of all ranks, kept where they are."""
         for form, storage, factor in zip(self.forms, storages, factors):
-            _check_written(call, form, storage, factor, self._groups.everyone.size)
+            check_written(call, form, storage, factor, self._groups.everyone.size)
+        self.written = False
         self._groups.everyone.barrier()
         for window, form, storage in zip(self._windows, self.forms, storages):
             window.rows.view(form.dtype).copy_(storage)
         self._factors = factors
         self._groups.everyone.barrier()
+        self.written = True
 
     def fetch(
-        self, table: int, numbers: Tensor, col_major: bool, joined: bool
+        self, call: str, table: int, numbers: Tensor, col_major: bool, joined: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Not collective. numbers: i32 [T, n] in the numbering of all ranks' entries. The entries
         [T * n, hidden], joined [T, n * hidden], and their factors [T, n * packs]."""
@@ -71,7 +76,10 @@ class Tables:
         tokens = numbers.shape[0]
         flat = numbers.reshape(-1)
         rows = torch.empty(flat.numel(), form.row_bytes, dtype=torch.uint8, device="cpu")
-        self._windows[table].get(flat.contiguous().cpu(), rows)
+        wanted = flat.contiguous().cpu()
+        name = f"indices[{table}]" if joined else "indices"
+        _check_range(call, name, wanted, numbers.shape, self._groups.everyone.size * form.entries)
+        self._windows[table].get(wanted, rows)
         found = rows.to(numbers.device).view(form.dtype)
         if joined:
             found = found.view(tokens, numbers.shape[1] * form.hidden)
@@ -111,6 +119,7 @@ class EngramCalls:
         width = require_integer(call, "hidden", hidden, 0, least)
         name = "num_max_tokens_per_rank"
         require_integer(call, name, num_max_tokens_per_rank, 0, least)
+        check_dtype(call, dtype)
         return round_up(entries * width * dtype.itemsize, SIZE_STEP)
 
     @without_gradients
@@ -127,9 +136,12 @@ class EngramCalls:
         most = self.num_cpu_bytes
         expected = f"at most {most}, num_cpu_bytes"
         require(form.bytes <= most, call, "storage", f"{form.bytes} bytes", expected)
+        check_written(call, form, storage, sf, self.num_ranks)
+        packs_of_all = f"{packs} packs of an entry"
+        # Who has come here reads the old table no more.
+        require_same(self._groups, call, {"storage": words(storage), "sf": packs_of_all})
         if self._tables is None or self._tables.forms != [form]:
             self._tables = None
-            self._groups.everyone.barrier()  # nobody reads the old one any more
             self._tables = Tables(self._groups, [form])
         self._tables.write(call, [storage], [sf])
 
@@ -142,13 +154,27 @@ class EngramCalls:
         self._require_living()
         call = "engram_fetch"
         self._check_qps(call, num_qps)
-        if self._tables is None:
-            refuse(call, "indices", "no table", "engram_write before it")
+        if self._tables is None or not self._tables.written:
+            refuse(call, "indices", "no table", "engram_write before it, without an error")
         numbers = _numbers(call, indices, (1, 2))
         if numbers.dim() == 1:
             numbers = numbers[:, None]
-        found = self._tables.fetch(0, numbers, use_tma_aligned_col_major_sf, joined=False)
+        found = self._tables.fetch(call, 0, numbers, use_tma_aligned_col_major_sf, joined=False)
         return lambda: found
+
+
+def check_dtype(call: str, dtype: Any) -> None:
+    got = f"{dtype!r}, {words(dtype)}"
+    require(isinstance(dtype, torch.dtype), call, "dtype", got, "a torch.dtype")
+
+
+def _check_range(call: str, name: str, flat: Tensor, shape: torch.Size, entries: int) -> None:
+    """flat: the numbers of a tensor of that shape, in CPU memory; entries: of all ranks."""
+    wrong = ((flat < 0) | (flat >= entries)).nonzero()
+    if wrong.numel() > 0:
+        first = int(wrong[0])
+        got = f"{int(flat[first])} at [{first // shape[1]}, {first % shape[1]}]"
+        refuse(call, name, got, f"at least 0 and below {entries}, the entries of all ranks")
 
 
 def _numbers(call: str, indices: Any, dims: tuple[int, ...]) -> Tensor:
@@ -176,9 +202,10 @@ def _packs_of(call: str, name: str, factor: Any) -> int:
     return packs
 
 
-def _check_written(
+def check_written(
     call: str, form: Entries, storage: Any, factor: Tensor | None, ranks: int
 ) -> None:
+    """What a rank writes, by itself."""
     good = isinstance(storage, Tensor) and storage.dtype == form.dtype
     good = good and tuple(storage.shape) == (form.entries, form.hidden)
     expected = f"{form.dtype} of shape ({form.entries}, {form.hidden})"

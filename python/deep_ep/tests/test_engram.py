@@ -10,6 +10,7 @@ from rank_buffers import ThreadComm, run_buffers, run_ranks
 from torch import Tensor
 
 import deep_ep
+import ferry
 from deep_ep.errors import EPException
 
 SIZES = (1, 2, 4, 8)
@@ -181,9 +182,18 @@ def test_what_is_refused() -> None:
             buffer.set_config([1 << 16], 16, 1, 1)
         with pytest.raises(EPException, match=r"num_sf_packs: got 0 beside torch\.float8"):
             buffer.set_config([4], 16, 1, 1, torch.float8_e4m3fn)
+        with pytest.raises(EPException, match="num_entries_per_layer: got an object of type int"):
+            buffer.set_config(4, 16, 1, 1)
+        for dtype in ("bf16", None):
+            with pytest.raises(EPException, match=f"dtype: got {dtype!r}, an object"):
+                buffer.set_config([4], 16, 1, 1, dtype)
         buffer.set_config([4], 16, 2, 1)
+        with pytest.raises(EPException, match="tables that are not written; expected write before"):
+            buffer.fetch(torch.zeros(1, 1, 1, dtype=torch.int32))
         bf16 = torch.zeros(4, 16, dtype=torch.bfloat16)
         for storages, sfs, words in (
+            (None, None, "storages: got an object of type NoneType"),
+            ([bf16], 1, "sfs: got an object of type int"),
             ([bf16, bf16], None, "storages: got 2 tensors"),
             ([bf16[:3]], None, "storage: got torch.bfloat16 of shape"),
             ([bf16], [torch.zeros(4, 1)], "sf: got some beside"),
@@ -200,8 +210,12 @@ def test_what_is_refused() -> None:
                 buffer.fetch(numbers)
         with pytest.raises(EPException, match="num_qps: got 2"):
             buffer.fetch(torch.zeros(1, 1, 1, dtype=torch.int32), num_qps=2)
-        with pytest.raises(ValueError, match=r"numbers: got 4 at \[0\]; expected 0 … 3"):
-            buffer.fetch(torch.full((1, 1, 1), 4, dtype=torch.int32))
+        for number in (4, -1):
+            match = (
+                rf"fetch: indices\[0\]: got {number} at \[1, 0\]; expected at least 0 and below 4"
+            )
+            with pytest.raises(EPException, match=match):
+                buffer.fetch(torch.tensor([[[0], [number]]], dtype=torch.int32))
         buffer.destroy()
 
         elastic = deep_ep.ElasticBuffer(comm, num_cpu_bytes=64)
@@ -209,5 +223,85 @@ def test_what_is_refused() -> None:
             elastic.engram_fetch(torch.zeros(1, 1, dtype=torch.int32))
         with pytest.raises(EPException, match="got 128 bytes; expected at most 64"):
             elastic.engram_write(bf16)
+        elastic.engram_write(torch.ones(2, 16, dtype=torch.bfloat16))
+        fp8 = torch.zeros(3, 16, dtype=torch.float8_e4m3fn)
+        for wrong, sf in (
+            (bf16[:1], torch.ones(1, 1)),
+            (fp8, None),
+            (fp8, torch.ones(2, 1)),
+        ):
+            with pytest.raises(EPException, match="engram_write: sf: got"):
+                elastic.engram_write(wrong, sf)
+            data, _ = elastic.engram_fetch(torch.tensor([1], dtype=torch.int32))()
+            assert torch.equal(data, torch.ones(1, 16, dtype=torch.bfloat16))
+        with pytest.raises(EPException, match=r"engram_fetch: indices: got 2 at \[0, 0\]"):
+            elastic.engram_fetch(torch.tensor([2], dtype=torch.int32))
 
     run_ranks(1, body)
+
+
+def test_forms_that_differ() -> None:
+    """All ranks raise the same, and what was written before stays."""
+    good: tuple[Any, ...] = ([4], 16, 2, 1, torch.bfloat16)
+
+    def body(comm: ThreadComm) -> list[str]:
+        rank, said = comm.Get_rank(), []
+        buffer = deep_ep.EngramBuffer(comm, 0, MIB, True, 1, 1, explicitly_destroy=True)
+        buffer.set_config(*good)
+        one = torch.full((4, 16), rank + 1, dtype=torch.bfloat16)
+        buffer.write([one])
+        for place, value in ((0, [6]), (0, [4, 4]), (1, 8), (4, torch.float16)):
+            mine = (*good[:place], value, *good[place + 1 :]) if rank == 1 else good
+            with pytest.raises(EPException) as caught:
+                buffer.set_config(*mine)
+            said.append(str(caught.value))
+        (hook,) = buffer.fetch(torch.tensor([[[4]]], dtype=torch.int32))
+        assert hook()[0, 0] == 2
+        buffer.destroy()
+
+        elastic = deep_ep.ElasticBuffer(comm, num_cpu_bytes=MIB, explicitly_destroy=True)
+        elastic.engram_write(one)
+        for part_of in (
+            one[: 4 - rank],
+            one[:, : 16 - rank],
+            one.to((torch.half, torch.int16)[rank]),
+        ):
+            with pytest.raises(EPException) as caught:
+                elastic.engram_write(part_of)
+            said.append(str(caught.value))
+        assert elastic.engram_fetch(torch.tensor([4], dtype=torch.int32))()[0][0, 0] == 2
+        elastic.destroy()
+        return said
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    assert first[:2] == [
+        f"set_config: num_entries_per_layer: got {got} on rank 1; expected [4], as on rank 0"
+        for got in ("[6]", "[4, 4]")
+    ]
+    shapes = ("torch.bfloat16 of shape (3, 16)", "torch.bfloat16 of shape (4, 16)")
+    assert (
+        first[4]
+        == f"engram_write: storage: got {shapes[0]} on rank 1; expected {shapes[1]}, as on rank 0"
+    )
+
+
+def test_a_write_that_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that another one left alone in it has entries of either write."""
+    monkeypatch.setenv("FERRY_DEADLINE", "0.5")
+
+    def body(comm: ThreadComm) -> None:
+        buffer = deep_ep.EngramBuffer(comm, 0, MIB, True, 1, 1, explicitly_destroy=True)
+        buffer.set_config([4], 16, 2, 1)
+        one = torch.ones(4, 16, dtype=torch.bfloat16)
+        buffer.write([one])
+        rank = comm.Get_rank()
+        with pytest.raises(EPException if rank == 1 else ferry.Error):
+            buffer.write([one[: 4 - rank]])
+        if rank == 0:
+            with pytest.raises(EPException, match="tables that are not written"):
+                buffer.fetch(torch.zeros(1, 1, 1, dtype=torch.int32))
+        comm.allgather(None)
+        buffer.destroy()
+
+    run_ranks(2, body)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_ep.agreement import require_same
+from deep_ep.arguments import words
 from deep_ep.buffers.base import Communicating
-from deep_ep.engram import Entries, Tables, layer_numbers
+from deep_ep.engram import Entries, Tables, check_dtype, layer_numbers
 from deep_ep.errors import refuse, require, require_integer
 from deep_ep.gradients import without_gradients
 from deep_ep.sizes import SIZE_STEP, round_up
@@ -129,8 +131,18 @@ class EngramBuffer(Communicating):
         require(
             bytes_of_all <= most, call, "num_entries_per_layer", f"{bytes_of_all} bytes", expected
         )
+        # Who has come here reads the old tables no more.
+        require_same(
+            self._groups,
+            call,
+            {
+                "num_entries_per_layer": str([form.entries for form in forms]),
+                "hidden": str(forms[0].hidden),
+                "dtype": str(dtype),
+                "num_sf_packs": str(forms[0].num_sf_packs),
+            },
+        )
         self._tables = None
-        self._groups.everyone.barrier()  # nobody reads the old ones any more
         self._most = (tokens, entries)
         self._tables = Tables(self._groups, forms)
 
@@ -142,10 +154,11 @@ class EngramBuffer(Communicating):
         layers = len(tables.forms)
         factors: list[Tensor | None] = [None] * layers
         if sfs is not None:
-            factors = list(sfs)
-        for name, given in (("storages", list(storages)), ("sfs", factors)):
+            factors = _listed(call, "sfs", sfs, "None or a list of tensors")
+        parts = _listed(call, "storages", storages, "a list of tensors, one for each layer")
+        for name, given in (("storages", parts), ("sfs", factors)):
             require(len(given) == layers, call, name, f"{len(given)} tensors", f"{layers}")
-        tables.write(call, list(storages), factors)
+        tables.write(call, parts, factors)
 
     @without_gradients
     def fetch(
@@ -157,6 +170,8 @@ class EngramBuffer(Communicating):
         of these and of [T, n * packs].
         """
         tables, call = self._configured("fetch"), "fetch"
+        expected = "write before it, without an error"
+        require(tables.written, call, "indices", "tables that are not written", expected)
         qps = require_integer(call, "num_qps", num_qps, 0, f"0 to {self.num_allocated_qps}")
         good = qps <= self.num_allocated_qps
         require(good, call, "num_qps", qps, f"0 to {self.num_allocated_qps}, num_allocated_qps")
@@ -168,7 +183,7 @@ class EngramBuffer(Communicating):
 
         def hook(table: int) -> Callable[[], Any]:
             col_major = use_tma_aligned_col_major_sf
-            entries, factors = tables.fetch(table, numbers[table], col_major, joined=True)
+            entries, factors = tables.fetch(call, table, numbers[table], col_major, joined=True)
             return lambda: entries if factors is None else (entries, factors)
 
         return [hook(table) for table in range(len(tables.forms))]
@@ -204,15 +219,25 @@ class EngramBuffer(Communicating):
         self._tables = None
 
 
+def _listed(call: str, name: str, value: Any, expected: str) -> list[Any]:
+    try:
+        return list(value)
+    except TypeError:
+        refuse(call, name, words(value), expected)
+
+
 def _forms(
     call: str, counts: Sequence[int], hidden: int, dtype: torch.dtype, packs: int
 ) -> list[Entries]:
     width = require_integer(call, "hidden", hidden, 1, "at least 1")
     num_sf_packs = require_integer(call, "num_sf_packs", packs, 0, "0 or more")
+    check_dtype(call, dtype)
     good = (dtype.itemsize == 1) == (num_sf_packs > 0)
     expected = "at least 1 for entries of one byte, else 0"
     require(good, call, "num_sf_packs", f"{num_sf_packs} beside {dtype}", expected)
     name = "num_entries_per_layer"
-    counted = [require_integer(call, name, one, 0, "numbers of 0 or more") for one in counts]
+    least = "numbers of 0 or more, one for each layer"
+    listed = _listed(call, name, counts, least)
+    counted = [require_integer(call, name, one, 0, least) for one in listed]
     require(len(counted) > 0, call, name, "no layers", "at least one")
     return [Entries(one, width, dtype, num_sf_packs) for one in counted]
