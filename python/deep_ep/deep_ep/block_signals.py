@@ -11,6 +11,7 @@ from deep_ep.errors import refuse, require, require_integer
 from deep_ep.low_latency_checks import check_tensor
 
 _SIGNALS = (torch.int32, torch.uint32)
+_MOST = 2**31 - 1  # Ferry compares signals as i32
 
 
 class Blocks(NamedTuple):
@@ -34,7 +35,7 @@ def signals_of(
     require(num_sms == 0, call, "num_sms", num_sms, "0: CPU memory takes no SMs")
     rows = require_integer(call, "block_m", given.rows, 1, "at least 1")
     number = "threshold" if given is blocks else "src_signal_expect_value"
-    threshold = require_integer(call, number, given.threshold, None, "an integer")
+    threshold = _threshold(call, number, given)
     of_expert = -(-room // rows)
     check_tensor(call, name, given.signals, _SIGNALS, (local * of_expert,))
     good = not given.signals.is_cuda
@@ -45,4 +46,17 @@ def signals_of(
         expected = f"{made.counts.tolist()}, of the dispatch"
         require(good, call, "packed_recv_count", given.counts.tolist(), expected)
     signals = given.signals.view(torch.int32).view(local, of_expert)
+    if given.signals.dtype == torch.uint32 and signals.numel() > 0 and int(signals.min()) < 0:
+        first = int((signals < 0).flatten().nonzero()[0])
+        got = f"{int(signals.flatten()[first]) + 2**32} at [{first}]"
+        refuse(call, name, got, f"signals of uint32 up to {_MOST}")
     return {"signals": signals, "block_rows": rows, "threshold": threshold}
+
+
+def _threshold(call: str, name: str, given: Blocks) -> int:
+    unsigned = isinstance(given.signals, Tensor) and given.signals.dtype == torch.uint32
+    least = 0 if unsigned else -_MOST - 1
+    expected = f"{least} to {_MOST}, for signals of {'uint32' if unsigned else 'int32'}"
+    threshold = require_integer(call, name, given.threshold, least, expected)
+    require(threshold <= _MOST, call, name, threshold, expected)
+    return threshold

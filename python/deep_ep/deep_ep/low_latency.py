@@ -207,7 +207,7 @@ class LowLatency(Masks):
                 ceil(R*C / block_m): that block of an expert's rows is read once its signal is
                 `threshold` or more.
             src_signals: instead: u32 or i32 [L]: an expert's rows are read once its signal is
-                src_signal_expect_value or more.
+                src_signal_expect_value or more. Signals of u32 go up to 2^31 - 1.
 
         Returns [T, H], the event, the hook or None. A handle may serve again, and after two later
         dispatches; Ferry, which has forgotten its routes by then, sends them once more.

@@ -72,7 +72,8 @@ def test_rows_that_are_made_meanwhile(size: int, whole: bool, shrink: bool) -> N
                 to = buffer.get_next_low_latency_combine_buffer(handle)
             to.fill_(float("nan"))
             local = len(counts)
-            signals = torch.zeros(local, blocks, dtype=torch.int32)
+            dtype = torch.uint32 if whole else torch.int32
+            signals = torch.zeros(local, blocks, dtype=dtype)
 
             if whole:
                 how = {"src_signals": signals.view(-1), "src_signal_expect_value": 3}
@@ -97,6 +98,7 @@ def test_signals_that_are_refused() -> None:
         rows, counts, handle = dispatch(buffer, batch, use_fp8=False)
         _, topk_idx, weights = own(buffer, batch, "cpu")
         signals = torch.ones(2 * 3, dtype=torch.int32)
+        high = torch.tensor([1, 1, 1, 1, 2**31 + 5, 1]).to(torch.uint32)
         good = {
             "overlap": True,
             "return_recv_hook": True,
@@ -115,6 +117,19 @@ def test_signals_that_are_refused() -> None:
             ({"num_sms": 3}, "num_sms: got 3"),
             ({"packed_recv_count": counts + 1}, "packed_recv_count: got .*of the dispatch"),
             ({"comp_signal": None, "src_signals": signals}, "src_signals: got int32"),
+            ({"threshold": 2**31}, "threshold: got 2147483648; expected -2147483648 to 2147483647"),
+            (
+                {"comp_signal": high},
+                r"comp_signal: got 2147483653 at \[4\]; expected signals of uint32",
+            ),
+            (
+                {
+                    "comp_signal": None,
+                    "src_signals": high[:2],
+                    "src_signal_expect_value": 2**31,
+                },
+                "src_signal_expect_value: got 2147483648; expected 0 to 2147483647, for signals",
+            ),
         ):
             how = good | change
             refused(
