@@ -5,24 +5,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any, NamedTuple
 
-MOST_PORTS = 512
+from ferry.endpoints import Counters, Endpoint, endpoints_in, found_from, read
+
 DEFAULT_PORT = 9400
 #: Waits of less than this part of the time are nobody's fault.
 MUCH = 0.3
-
-Endpoint = tuple[str, int]
-#: Counters of one group in one process, by name; of calls and stages, "name/which".
-Counters = dict[str, float]
 
 
 class Row(NamedTuple):
@@ -44,57 +38,6 @@ class Row(NamedTuple):
     masked: int
     failures: int
     epoch: int
-
-
-def endpoints_in(words: list[str]) -> list[Endpoint]:
-    """[HOST:]PORT[-LAST] each. Raises ValueError."""
-    found: list[Endpoint] = []
-    for word in words:
-        match = re.fullmatch(r"(?:(.+):)?(\d{1,5})(?:-(\d{1,5}))?", word)
-        first = int(match[2]) if match else 0
-        last = int(match[3] or first) if match else 0
-        if not match or not 0 < first <= last < 65536 or last - first >= MOST_PORTS:
-            raise ValueError(
-                f"'{word}': expected [HOST:]PORT or [HOST:]FIRST-LAST, at most {MOST_PORTS} ports "
-                "from 1 to 65535"
-            )
-        found += [(match[1] or "127.0.0.1", port) for port in range(first, last + 1)]
-    return found
-
-
-def counters_in(page: str) -> dict[tuple[int, int], Counters]:
-    """By rank and group."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    found: dict[tuple[int, int], Counters] = {}
-    for family in text_string_to_metric_families(page):
-        for name, labels, value, *_ in family.samples:
-            if not name.startswith("ferry_"):
-                continue
-            of = found.setdefault((int(labels["rank"]), int(labels["group"])), {})
-            which = labels.get("call") or labels.get("stage")
-            of[name.removeprefix("ferry_") + (f"/{which}" if which else "")] = value
-    return found
-
-
-def read(endpoint: Endpoint) -> dict[tuple[int, int], Counters] | None:
-    """None: nobody answers there."""
-    host, port = endpoint
-    try:
-        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=2) as answer:
-            return counters_in(answer.read().decode())
-    except (OSError, urllib.error.URLError, ValueError, KeyError):
-        return None
-
-
-def found_from(port: int) -> list[Endpoint]:
-    """Ports of this host from this one on, up to the first that does not answer."""
-    found: list[Endpoint] = []
-    for each in range(port, min(port + MOST_PORTS, 65536)):
-        if read(("127.0.0.1", each)) is None:
-            break
-        found.append(("127.0.0.1", each))
-    return found
 
 
 def row_of(rank: int, group: int, before: Counters, now: Counters, seconds: float) -> Row:
@@ -144,22 +87,27 @@ class Watch:
         self._pool = ThreadPoolExecutor(min(32, len(endpoints)))
         self._last: dict[tuple[Endpoint, tuple[int, int]], tuple[float, Counters]] = {}
 
-    def poll(self) -> tuple[list[Row], list[Endpoint]]:
-        """Rows by group and rank, and who does not answer. No rows in the first poll."""
-        rows, silent, last = [], [], {}
+    def poll(self) -> tuple[list[Row], list[Endpoint], list[Endpoint]]:
+        """Rows by group and rank, who does not answer, and who has no groups. No rows in the first
+        poll."""
+        rows, silent, empty, last = [], [], [], {}
         for endpoint, found in zip(self._endpoints, self._pool.map(read, self._endpoints)):
             now = time.monotonic()
             if found is None:
                 silent.append(endpoint)
+            elif not found:
+                empty.append(endpoint)
             for key, counters in (found or {}).items():
                 last[endpoint, key] = (now, counters)
                 if before := self._last.get((endpoint, key)):
                     rows.append(row_of(*key, before[1], counters, max(now - before[0], 1e-9)))
         self._last = last
-        return sorted(rows, key=lambda row: (row.group, row.rank)), silent
+        return sorted(rows, key=lambda row: (row.group, row.rank)), silent, empty
 
 
-def lines_of(rows: list[Row], silent: list[Endpoint]) -> Iterator[str]:
+def lines_of(
+    rows: list[Row], silent: list[Endpoint], empty: Sequence[Endpoint] = ()
+) -> Iterator[str]:
     """For a pipe: one line each, as key=value."""
     slow = slow_ranks(rows)
     for row in rows:
@@ -172,9 +120,11 @@ def lines_of(rows: list[Row], silent: list[Endpoint]) -> Iterator[str]:
         )
     for host, port in silent:
         yield f"endpoint={host}:{port} answers=0"
+    for host, port in empty:
+        yield f"endpoint={host}:{port} answers=1 groups=0"
 
 
-def table_of(rows: list[Row], silent: list[Endpoint]) -> Any:
+def table_of(rows: list[Row], silent: list[Endpoint], empty: Sequence[Endpoint] = ()) -> Any:
     """For a terminal."""
     from rich.table import Table
 
@@ -206,6 +156,8 @@ def table_of(rows: list[Row], silent: list[Endpoint]) -> Any:
         )
     for host, port in silent:
         table.add_row(f"{host}:{port} does not answer", style="dim")
+    for host, port in empty:
+        table.add_row(f"{host}:{port} has no groups of Ferry", style="dim")
     return table
 
 
@@ -223,11 +175,11 @@ def watch(endpoints: list[Endpoint], interval: float, polls: int) -> None:
         shown = 0
         while not polls or shown < polls:
             time.sleep(interval)
-            rows, silent = watched.poll()
+            found = watched.poll()
             if live is not None:
-                live.update(table_of(rows, silent), refresh=True)
+                live.update(table_of(*found), refresh=True)
             else:
-                print(*lines_of(rows, silent), sep="\n", flush=True)
+                print(*(f"{line}\n" for line in lines_of(*found)), sep="", end="", flush=True)
             shown += 1
     finally:
         if live is not None:
@@ -245,8 +197,8 @@ def arguments_of(words: list[str]) -> argparse.Namespace:
         "endpoints",
         nargs="*",
         metavar="[HOST:]PORT[-LAST]",
-        help="where ranks serve; default: ports of this host from $FERRY_METRICS_PORT, else "
-        f"{DEFAULT_PORT}, up to the first that does not answer",
+        help="where ranks serve; default: $FERRY_METRICS_PORT, else "
+        f"{DEFAULT_PORT}; where that is one port, those behind it too, up to the last that answers",
     )
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS")
     parser.add_argument(
@@ -269,15 +221,17 @@ def main(words: list[str]) -> int:
         print(f"ferry top: {error}; pip install 'ferry-moe[metrics]'", file=sys.stderr)
         return 1
     try:
-        port = os.environ.get("FERRY_METRICS_PORT") or str(DEFAULT_PORT)
-        (first,) = endpoints_in([port]) if not arguments.endpoints else [("", 0)]
-        endpoints = endpoints_in(arguments.endpoints) or found_from(first[1])
+        word = os.environ.get("FERRY_METRICS_PORT") or str(DEFAULT_PORT)
+        endpoints = endpoints_in(arguments.endpoints or [word])
     except ValueError as error:
         print(f"ferry top: {error}", file=sys.stderr)
         return 2
+    host, port = endpoints[0]
+    if not arguments.endpoints and len(endpoints) == 1:
+        endpoints = found_from(host, port)
     if not endpoints:
         print(
-            f"ferry top: nobody answers at http://127.0.0.1:{port}/metrics; start the program with "
+            f"ferry top: nobody answers at http://{host}:{port}/metrics; start the program with "
             f"FERRY_METRICS_PORT={port}, or say where it serves: ferry top [HOST:]PORT[-LAST]",
             file=sys.stderr,
         )

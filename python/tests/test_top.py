@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import pty
 import re
+import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from rank_threads import run_ranks
 
 import ferry
-from ferry import top
+from ferry import endpoints, top
 
 pytest.importorskip("prometheus_client")
 pytest.importorskip("rich")
@@ -36,8 +39,8 @@ python_info{{version="3"}} 1
 """
 
 
-def counters(rank: int, calls: float, waited: float) -> top.Counters:
-    return top.counters_in(PAGE.format(rank=rank, calls=calls, waited=waited))[rank, 1]
+def counters(rank: int, calls: float, waited: float) -> endpoints.Counters:
+    return endpoints.counters_in(PAGE.format(rank=rank, calls=calls, waited=waited))[rank, 1]
 
 
 def test_rates_are_those_between_two_looks() -> None:
@@ -59,9 +62,10 @@ def test_the_slow_rank_is_the_one_that_does_not_wait() -> None:
     assert top.slow_ranks(rows(0.2, 0.01, 0.2)) == set()  # they hardly wait
     assert top.slow_ranks(rows(0.8, 0.7, 0.7)) == set()
     assert top.slow_ranks(rows(0.9)) == set()
-    lines = list(top.lines_of(rows(0.8, 0.1, 0.7), [("host", 9)]))
+    lines = list(top.lines_of(rows(0.8, 0.1, 0.7), [("host", 9)], [("host", 8)]))
     assert [line.rsplit("slow=")[-1] for line in lines[:3]] == ["0", "1", "0"]
     assert lines[3] == "endpoint=host:9 answers=0"
+    assert lines[4] == "endpoint=host:8 answers=1 groups=0"
 
 
 def test_a_table_of_80_columns() -> None:
@@ -80,14 +84,14 @@ def test_a_table_of_80_columns() -> None:
 
 
 def test_endpoints() -> None:
-    assert top.endpoints_in(["9400-9401", "a.b:7"]) == [
+    assert endpoints.endpoints_in(["9400-9401", "a.b:7"]) == [
         ("127.0.0.1", 9400),
         ("127.0.0.1", 9401),
         ("a.b", 7),
     ]
     for wrong in ("a:b", "70000", "9401-9400", "1-600", "0"):
         with pytest.raises(ValueError, match=r"expected \[HOST:\]PORT"):
-            top.endpoints_in([wrong])
+            endpoints.endpoints_in([wrong])
 
 
 def test_top_of_a_running_group() -> None:
@@ -148,3 +152,68 @@ def test_nobody_answers() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 1
     assert "nobody answers at http://127.0.0.1:9/metrics; start the program with" in done.stderr
+
+
+@contextmanager
+def served(answer: bytes, port: int = 0, drips: bool = False) -> Iterator[int]:
+    """The port where every request gets that; drips: and then a byte each 20 ms."""
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", port)) as server:
+
+        def serve() -> None:
+            while not ended.is_set():
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(1000)
+                    try:
+                        connection.sendall(answer)
+                        while drips and not ended.wait(0.02):
+                            connection.sendall(b"#")
+                    except OSError:
+                        pass  # it went
+
+        worker = threading.Thread(target=serve)
+        worker.start()
+        port = server.getsockname()[1]
+        try:
+            yield port
+        finally:
+            ended.set()
+            socket.create_connection(("127.0.0.1", port)).close()
+            worker.join()
+
+
+def http(page: str) -> bytes:
+    return f"HTTP/1.0 200 OK\r\nContent-Length: {len(page)}\r\n\r\n{page}".encode()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"SSH-2.0\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 60\r\n\r\n#"]
+)
+@pytest.mark.parametrize("drips", [False, True])
+def test_answers_of_others(answer: bytes, drips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No page, one that is cut off, and one that takes more than a second to its end."""
+    monkeypatch.setattr(endpoints, "SECONDS", 0.3)
+    with served(answer, drips=drips) as port:
+        assert endpoints.read(("127.0.0.1", port)) is None
+
+
+def run_top(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ferry", "top", "--count=1", "--interval=0.05", *words]
+    known = os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=known)
+
+
+def test_where_the_environment_says() -> None:
+    """Also behind ranks that have ended, and where there are no groups."""
+    with served(http("up 1\n")) as port:
+        line = f"endpoint=127.0.0.1:{port} answers=1 groups=0\n"
+        for word in (str(port), f"127.0.0.1:{port}", str(port - 1), f"localhost:{port}-{port}"):
+            done = run_top(FERRY_METRICS_PORT=word)
+            host = "localhost" if word.startswith("l") else "127.0.0.1"
+            assert (done.returncode, done.stderr) == (0, "")
+            assert line.replace("127.0.0.1", host) in done.stdout and "\n\n" not in done.stdout
+        done = run_top(FERRY_METRICS_PORT=f"{port - 1}-{port}")
+        assert done.stdout.startswith(f"endpoint=127.0.0.1:{port - 1} answers=0\n") and (
+            line in done.stdout
+        )
