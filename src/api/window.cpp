@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "core/check.hpp"
 #include "core/engine.hpp"
@@ -46,17 +47,19 @@ void Window::get(const ConstTensorView& numbers, const TensorView& out) const {
   const std::int64_t all = state_->first.back();
   const std::size_t row_bytes = own.row_bytes();
   auto* to = static_cast<std::byte*>(out.data);
-  for (std::int64_t i = 0; i < numbers.shape[0]; ++i) {  // before anything is written
-    const std::int64_t number = number_at(numbers, i);
-    if (number >= 0 && number < all) continue;
-    refuse(kGet, "numbers", std::to_string(number) + " at [" + std::to_string(i) + "]",
+  // Each is read once: they may lie in `out`, or change meanwhile.
+  std::vector<std::int64_t> checked(static_cast<std::size_t>(numbers.shape[0]));
+  for (std::size_t i = 0; i < checked.size(); ++i) {  // before anything is written
+    checked[i] = number_at(numbers, static_cast<std::int64_t>(i));
+    if (checked[i] >= 0 && checked[i] < all) continue;
+    refuse(kGet, "numbers", std::to_string(checked[i]) + " at [" + std::to_string(i) + "]",
            "0 … " + std::to_string(all - 1));
   }
-  for (std::int64_t i = 0; i < numbers.shape[0]; ++i, to += row_bytes) {
-    const std::int64_t number = number_at(numbers, i);
+  for (const std::int64_t number : checked) {
     const std::size_t rank = owner_of(*state_, number);
     const auto row = static_cast<std::size_t>(number - state_->first[rank]);
     std::memcpy(to, state_->rows[rank] + row * row_bytes, row_bytes);
+    to += row_bytes;
   }
 }
 

@@ -82,6 +82,18 @@ TEST(Window, ArgumentsAreRefused) {
   });
 }
 
+// What is written over a number while rows are copied is not taken for one.
+TEST(Window, NumbersMayLieInTheOutput) {
+  with_collectives({.ranks = 1}, [](Collectives& all) {
+    const Window window = all.window(2, 2, Dtype::i64);
+    const std::array<std::int64_t, 4> rows{1, 0, 2, 3};
+    std::copy(rows.begin(), rows.end(), window.rows().as<std::int64_t>());
+    std::array<std::int64_t, 4> out{0, 1, -1, -1};
+    window.get(TensorView(out.data(), Dtype::i64, {2}), {out.data(), Dtype::i64, {2, 2}});
+    EXPECT_EQ(out, rows);
+  });
+}
+
 // All ranks learn it, and all goes on.
 TEST(Window, ARankWithoutRoom) {
   with_collectives({.ranks = 3}, [](Collectives& all) {
