@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <limits>
 #include <memory>
 #include <new>
 #include <string>
@@ -234,6 +235,9 @@ bool HostEngine::commit(std::uint64_t step) {
       invalid = Error(ErrorKind::invalid_argument,
                       "commit: step: got " + std::to_string(step) + ", expected more than " +
                           std::to_string(last) + ", which is committed");
+    } else if (step == std::numeric_limits<std::uint64_t>::max()) {  // a vault numbers it plus 1
+      invalid = Error(ErrorKind::invalid_argument,
+                      "commit: step: got " + std::to_string(step) + ", expected less");
     }
     agree_on_validity("commit", head, invalid);
     for (const int peer : channel_.ranks()) {

@@ -251,6 +251,8 @@ TEST(Regroup, TellsTheNewestStepThatAnyRankHasCommitted) {
                  [&] { group.commit(4); });
     expect_error(ErrorKind::mismatch, {"step is", "on rank"},
                  [&] { group.commit(group.rank() == 1 ? 5 : 6); });
+    expect_error(ErrorKind::invalid_argument, {"commit", "step", "18446744073709551615", "less"},
+                 [&] { group.commit(~std::uint64_t{0}); });
     group.barrier();
     if (group.rank() == 1) return group.destroy();
     expect_error(ErrorKind::peer_left, {"rank 1"}, [&] { group.commit(7); });
