@@ -302,7 +302,7 @@ std::shared_ptr<VaultEngine> HostEngine::make_vault(std::size_t version_bytes) {
                 {rank(), -1, "Vault", 0, 0, 0});
   }
   if (!vault_.expired()) refuse("Vault", "group", "one that has a vault", "one vault a group");
-  auto vault = make_host_vault(shared_from_this(), version_bytes);
+  auto vault = open_host_vault(shelves_, *this, version_bytes);
   vault_ = vault;
   return vault;
 }

@@ -40,6 +40,7 @@ using engine::segment_bytes;
 using protocol::Generation;
 
 class HostEngine;
+class HostVault;
 
 /// Collective: registers the control segment and the arena, and lets the peers attach.
 /// The configuration was checked and is the same on all ranks.
@@ -209,7 +210,8 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   std::atomic<std::uint64_t> step_{0};   // committed; set by the thread whose turn it is
   mutable std::mutex latency_mutex_;
   std::vector<fabric::Segment> latency_segments_;
-  std::weak_ptr<VaultEngine> vault_{};
+  std::shared_ptr<HostVault> shelves_{};
+  std::weak_ptr<VaultEngine> vault_{};  // `shelves_`, while the program has it
   std::atomic<std::uint64_t> exchange_ns_{0};
   std::uint64_t plans_ = 0;  // of the thread whose turn it is
   std::uint32_t exchanges_ = 0;
@@ -231,8 +233,9 @@ Received plan_and_dispatch(HostEngine& engine, const ConstTensorView& x,
 Combined combine(HostEngine& engine, const ConstTensorView& rows, const Plan& plan,
                  const CombineOptions& options);
 
-/// vault.cpp.
-std::shared_ptr<VaultEngine> make_host_vault(std::shared_ptr<HostEngine> engine,
+/// vault.cpp. Makes `vault`, the engine's own, or takes up the one that is there. What it returns
+/// keeps the engine alive.
+std::shared_ptr<VaultEngine> open_host_vault(std::shared_ptr<HostVault>& vault, HostEngine& engine,
                                              std::size_t version_bytes);
 
 class HostEngine::Call {

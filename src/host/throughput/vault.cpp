@@ -40,24 +40,45 @@ void check_part(const char* call, const std::string& name, const ConstTensorView
          "at most " + std::to_string(VersionPart::kTypeBytes - 1) + ", none of them 0");
 }
 
+std::size_t entry_bytes_of(std::size_t version_bytes) {
+  return round_up(std::max(version_bytes, sizeof(VersionHead)), 64);
+}
+
 }  // namespace
 
-HostVault::HostVault(std::shared_ptr<HostEngine> engine, std::size_t version_bytes)
-    : engine_(std::move(engine)),
-      entry_bytes_(round_up(std::max(version_bytes, sizeof(VersionHead)), 64)) {
+HostVault::HostVault(HostEngine& engine, std::size_t version_bytes)
+    : engine_(engine), entry_bytes_(entry_bytes_of(version_bytes)) {
   std::random_device random;
   id_ = (std::uint64_t{random()} << 32 | random()) | 1;
 }
 
-std::shared_ptr<VaultEngine> make_host_vault(std::shared_ptr<HostEngine> engine,
+std::shared_ptr<VaultEngine> open_host_vault(std::shared_ptr<HostVault>& vault, HostEngine& engine,
                                              std::size_t version_bytes) {
-  return std::make_shared<HostVault>(std::move(engine), version_bytes);
+  if (!vault) {
+    vault = std::make_shared<HostVault>(engine, version_bytes);
+  } else {
+    vault->reopen(version_bytes);
+  }
+  // The deleter lives as long as the engine's weak pointer, so it lets go of the engine.
+  return {vault.get(), [kept = engine.shared_from_this()](VaultEngine*) mutable { kept.reset(); }};
+}
+
+void HostVault::reopen(std::size_t version_bytes) {
+  std::scoped_lock lock(mutex_);
+  const std::size_t bytes = entry_bytes_of(version_bytes);
+  if (!kept_.empty() && bytes != entry_bytes_) {
+    refuse("Vault", "version_bytes", std::to_string(bytes) + ", rounded up to 64",
+           std::to_string(entry_bytes_) +
+               ", as the group's vault had before: its versions stay; or a new group");
+  }
+  entry_bytes_ = bytes;
+  epoch_ = 0;
 }
 
 std::optional<std::uint64_t> HostVault::recover() {
   std::scoped_lock lock(mutex_);
   Version agreed = 0;
-  engine_->enter(kRecover, nullptr, [&] { agreed = agree(); });
+  engine_.enter(kRecover, nullptr, [&] { agreed = agree(); });
   if (agreed == 0) return std::nullopt;
   return agreed - 1;
 }
@@ -69,7 +90,7 @@ HostVault::Version HostVault::agree() {
   StepMessage head;
   head.call = signature();
   Room list{};
-  engine_->agree(
+  engine_.agree(
       "recover: shelves", head, [&] { return make_room(owner, head, list); }, "version_bytes");
   const std::vector<Found> found = read_lists();
   for (const Found& one : found) {
@@ -85,10 +106,11 @@ HostVault::Version HostVault::agree() {
   engine::check_same_call(channel(), "recover: copies", copied.call);
   read_sources(found, agreed);
   drop_shelves(owner, agreed);
-  epoch_ = engine_->epoch();
+  epoch_ = engine_.epoch();
+  counts_ = true;
   agreed_ = agreed;
   puts_ = 0;
-  engine_->go_on_from(agreed == 0 ? 0 : agreed - 1);
+  engine_.go_on_from(agreed == 0 ? 0 : agreed - 1);
   return agreed;
 }
 
@@ -103,7 +125,7 @@ CallSignature HostVault::signature() const {
 std::vector<protocol::Versions> HostVault::swap_versions() {
   StepMessage head;
   head.call = signature();
-  head.side_segment = epoch_ != 0 ? 1 : 0;
+  head.side_segment = counts_ ? 1 : 0;
   head.side_offset = std::max(own_ == nullptr ? 0 : shelf_at(own_).newest(), agreed_);
   head.staging_offset = id_;
   channel().swap("recover: versions", head);
@@ -135,9 +157,9 @@ HostVault::Role HostVault::role_of(const Kept& kept, int owner) const {
 bool HostVault::make_room(int owner, StepMessage& head, Room& list) {
   const auto take = [&](std::size_t bytes) {
     head.need_bytes = bytes;
-    const auto region = engine_->shared_memory()->arena.allocate(bytes);
+    const auto region = engine_.shared_memory()->arena.allocate(bytes);
     if (!region) return Room{};
-    return Room{*region, lease(engine_->shared_memory(), *region)};
+    return Room{*region, lease(engine_.shared_memory(), *region)};
   };
   const auto present = [&](const Kept& kept) { return role_of(kept, owner) == Role::present; };
   if (std::none_of(kept_.begin(), kept_.end(), present)) {
@@ -253,11 +275,11 @@ void HostVault::drop_shelves(int owner, Version agreed) {
 
 void HostVault::check_recovered(const char* call) const {
   channel().check_usable(call);
-  if (epoch_ == engine_->epoch()) return;
+  if (epoch_ == engine_.epoch()) return;
   refuse(call, "vault",
          epoch_ == 0 ? std::string("one that has not recovered")
                      : "one of epoch " + std::to_string(epoch_) + ", in epoch " +
-                           std::to_string(engine_->epoch()) + " of the group",
+                           std::to_string(engine_.epoch()) + " of the group",
          "recover on all ranks first");
 }
 
@@ -269,17 +291,17 @@ std::vector<std::int64_t> HostVault::keys() const {
 }
 
 const HostVault::Source& HostVault::source_of(std::int64_t key) const {
-  if (agreed_ == 0 || engine_->step() != agreed_ - 1) {
+  if (agreed_ == 0 || engine_.step() != agreed_ - 1) {
     refuse("get", "vault",
            agreed_ == 0
                ? std::string("one without a version")
                : "one in which step " + std::to_string(agreed_ - 1) +
-                     " was recovered, after commit of step " + std::to_string(engine_->step()),
+                     " was recovered, after commit of step " + std::to_string(engine_.step()),
            "get between recover and commit");
   }
   const auto found = sources_.find(key);
   if (found != sources_.end()) return found->second;
-  const GroupView view = engine_->group_view();
+  const GroupView view = engine_.group_view();
   refuse("get", "key",
          std::to_string(key) + ", which no rank has put in step " + std::to_string(agreed_ - 1) +
              (view.lost.empty()
@@ -318,11 +340,11 @@ void HostVault::put(std::uint64_t step, std::span<const VaultPart> parts) {
   std::scoped_lock lock(mutex_);
   check_recovered("put");
   const Shelf shelf = shelf_at(own_);
-  if (step != engine_->step() || shelf.newest() > step) {
+  if (step != engine_.step() || shelf.newest() > step) {
     refuse("put", "step", std::to_string(step),
            shelf.newest() > step ? "a later one than " + std::to_string(shelf.newest() - 1) +
                                        ", which is there already"
-                                 : std::to_string(engine_->step()) + ", the newest committed");
+                                 : std::to_string(engine_.step()) + ", the newest committed");
   }
   std::vector<std::string> types;
   std::vector<PartOutline> outlines;
@@ -335,11 +357,11 @@ void HostVault::put(std::uint64_t step, std::span<const VaultPart> parts) {
   const std::vector<VersionPart> table = lay_out(outlines);
   if (version_bytes(table) > entry_bytes_) {
     throw Error(ErrorKind::exhausted,
-                "put: rank " + std::to_string(engine_->rank()) + " has " +
+                "put: rank " + std::to_string(engine_.rank()) + " has " +
                     std::to_string(version_bytes(table)) +
                     " bytes (bytes_of), but version_bytes is " + std::to_string(entry_bytes_) +
                     "; make the vault with more",
-                {engine_->rank(), engine_->rank(), "put", 0, 0, 0});
+                {engine_.rank(), engine_.rank(), "put", 0, 0, 0});
   }
   std::byte* at = shelf.begin();
   const VersionHead head{step + 1, table.size(), {}};

@@ -17,8 +17,11 @@ namespace ferry::host {
 
 class HostVault final : public VaultEngine {
  public:
-  HostVault(std::shared_ptr<HostEngine> engine, std::size_t version_bytes);
+  /// Of this engine, which owns it: other ranks write to its shelves as long as the group is there.
+  HostVault(HostEngine& engine, std::size_t version_bytes);
 
+  /// A new object has it from now on: refuses another size once there are shelves.
+  void reopen(std::size_t version_bytes);
   std::optional<std::uint64_t> recover() override;
   std::vector<std::int64_t> keys() const override;
   void get(std::int64_t key, std::span<const VaultTarget> into) const override;
@@ -70,7 +73,7 @@ class HostVault final : public VaultEngine {
     std::vector<VersionPart> parts;
   };
 
-  Channel& channel() const { return engine_->channel(); }
+  Channel& channel() const { return engine_.channel(); }
   Shelf shelf_at(std::byte* base) const { return {base, entry_bytes_}; }
   Shelf shelf_of(const Kept& kept) const { return shelf_at(kept.room.region.data); }
   CallSignature signature() const;
@@ -87,11 +90,12 @@ class HostVault final : public VaultEngine {
   void check_recovered(const char* call) const;
   const Source& source_of(std::int64_t key) const;
 
-  std::shared_ptr<HostEngine> engine_;
+  HostEngine& engine_;
   std::size_t entry_bytes_;
   std::uint64_t id_;  // of this process, for its peers
   mutable std::mutex mutex_;
-  std::uint64_t epoch_ = 0;  // of the last `recover`; 0: there was none
+  std::uint64_t epoch_ = 0;  // of the last `recover` of this object; 0: there was none
+  bool counts_ = false;      // this rank has recovered, with any object
   Version agreed_ = 0;       // in it
   int puts_ = 0;             // since then
   std::byte* own_ =

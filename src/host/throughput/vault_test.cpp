@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "engine/test_groups.hpp"
@@ -192,6 +193,33 @@ TEST(Vault, TheMemoryGrowsForIt) {
     const VaultTarget target{{back.data(), Dtype::i64, {1 << 16}}};
     vault.get(5, {&target, 1});
     EXPECT_EQ(back, state) << "of several ranks the own one's";
+    group.barrier();
+  });
+}
+
+// The other ranks know nothing of it, and go on to put there.
+TEST(Vault, ShelvesStayWhenTheObjectIsDropped) {
+  with_groups(3, config_of_vaults(), [&](Group& group) {
+    std::optional<Vault> vault(std::in_place, group, bytes_of_one());
+    vault->recover();
+    put_own(*vault, group, 0);
+    group.barrier();
+    const std::size_t used = group.memory().arena_used_bytes;
+    if (group.rank() == 0) vault.reset();
+    EXPECT_EQ(group.memory().arena_used_bytes, used);
+    group.commit(1);
+    if (group.rank() != 0) put_own(*vault, group, 1);
+    group.barrier();
+    if (group.rank() == 0) {
+      expect_error(ErrorKind::invalid_argument, {"Vault: version_bytes", "got 64", "new group"},
+                   [&] { Vault(group, 1); });
+      vault.emplace(group, bytes_of_one());
+      expect_error(ErrorKind::invalid_argument, {"put", "not recovered"},
+                   [&] { put_own(*vault, group, 1); });
+    }
+    EXPECT_EQ(vault->recover(), 0u) << "the newest that rank 0 has put";
+    EXPECT_EQ(group.memory().arena_used_bytes, used);
+    for (int expert = 0; expert < 3; ++expert) EXPECT_EQ(got(*vault, expert), Expert(expert, 0));
     group.barrier();
   });
 }
