@@ -334,6 +334,10 @@ void HostVault::get(std::int64_t key, std::span<const VaultTarget> into) const {
     const VersionPart& part = source.parts[i];
     protocol::read_bytes(into[i].tensor.data, source.version + part.offset, part.bytes);
   }
+  // Others may have gone on meanwhile, without this rank or after its commit in another thread.
+  channel().check_evicted("get");
+  check_recovered("get");
+  source_of(key);
 }
 
 void HostVault::put(std::uint64_t step, std::span<const VaultPart> parts) {

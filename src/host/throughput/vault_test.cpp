@@ -3,6 +3,7 @@
 #include "ferry/vault.hpp"
 
 #include <algorithm>
+#include <latch>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -221,6 +222,33 @@ TEST(Vault, ShelvesStayWhenTheObjectIsDropped) {
     EXPECT_EQ(group.memory().arena_used_bytes, used);
     for (int expert = 0; expert < 3; ++expert) EXPECT_EQ(got(*vault, expert), Expert(expert, 0));
     group.barrier();
+  });
+}
+
+TEST(Vault, GetOfARankThatWasEvictedFails) {
+  GroupConfig config = config_of_vaults();
+  config.deadline = 200ms;
+  std::latch ready(3);
+  std::latch done(3);
+  with_groups(3, config, [&](Group& group) {
+    Vault vault(group, bytes_of_one());
+    vault.recover();
+    put_own(vault, group, 0);
+    EXPECT_EQ(vault.recover(), 0u);
+    ready.arrive_and_wait();
+    if (group.rank() != 2) {
+      fails(group);
+      group.regroup();
+      EXPECT_EQ(vault.recover(), 0u);
+      for (std::uint64_t step = 1; step <= 2; ++step) {
+        group.commit(step);
+        put_own(vault, group, step);
+      }
+    }
+    done.arrive_and_wait();
+    if (group.rank() == 2) {
+      expect_error(ErrorKind::evicted, {"get", "went on without"}, [&] { got(vault, 0); });
+    }
   });
 }
 
