@@ -43,7 +43,8 @@ struct VaultTarget {
 /// each rank are kept: 2 · version_bytes, rounded up to 64, + 64 bytes of registered memory on each
 /// rank, and as much again on the keeper of a lost rank as long as its state is kept. The memory
 /// grows if need be. A rank that dies together with the one that keeps its state takes it along.
-/// One vault a group. Where groups can regroup: others are Error(unsupported).
+/// One vault a group; the versions stay with the group when the object is dropped, and a new one of
+/// the same version_bytes takes them up. Where groups can regroup: others are Error(unsupported).
 class Vault {
  public:
   /// Not collective. `version_bytes`: the most that one rank puts (`bytes_of`), the same on all.
@@ -52,7 +53,8 @@ class Vault {
   /// Collective. The newest step for which all ranks, those lost since too, have put all they had;
   /// from here on it is the group's committed step. Nothing: there is none. The state of a rank
   /// that is lost is kept for those that put it from now on; it goes with the second version after
-  /// this.
+  /// this. Throws Error(mismatch) on all ranks, and drops nothing, when ranks have skipped puts and
+  /// no version is left that all have.
   std::optional<std::uint64_t> recover();
   /// The keys of the version that `recover` named, of all ranks, ascending.
   std::vector<std::int64_t> keys() const;

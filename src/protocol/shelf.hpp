@@ -63,6 +63,15 @@ class Shelf {
     }
     return most;
   }
+  /// 0: an entry has none.
+  std::uint64_t oldest() const {
+    std::uint64_t least = number(0).load(order::acquire);
+    for (std::uint64_t entry = 1; entry < Traits::kEntries; ++entry) {
+      const std::uint64_t there = number(entry).load(order::acquire);
+      if (there < least) least = there;
+    }
+    return least;
+  }
   /// Null: it is not there, or not whole.
   std::byte* find(std::uint64_t version) const {
     for (std::uint64_t entry = 0; entry < Traits::kEntries; ++entry) {

@@ -86,7 +86,7 @@ std::optional<std::uint64_t> HostVault::recover() {
 HostVault::Version HostVault::agree() {
   const std::vector<int>& ranks = channel().ranks();
   const int owner = owner_kept_by(ranks, channel().rank());
-  std::vector<protocol::Versions> all = swap_versions();
+  std::vector<Has> all = swap_versions();
   StepMessage head;
   head.call = signature();
   Room list{};
@@ -94,9 +94,9 @@ HostVault::Version HostVault::agree() {
       "recover: shelves", head, [&] { return make_room(owner, head, list); }, "version_bytes");
   const std::vector<Found> found = read_lists();
   for (const Found& one : found) {
-    if (one.role == Role::lost) all.push_back({true, one.newest});
+    if (one.role == Role::lost) all.push_back({one.owner, {true, one.newest}, one.oldest});
   }
-  const Version agreed = protocol::agreed_version(std::span<const protocol::Versions>(all));
+  const Version agreed = version_of(all);
   for (const Found& one : found) {
     if (one.role == Role::present && one.owner == channel().rank()) move_to(one.shelf, agreed);
   }
@@ -121,20 +121,51 @@ CallSignature HostVault::signature() const {
   return call;
 }
 
+/// What all have. Throws on all ranks, and nothing is dropped, when one has gone on twice since.
+HostVault::Version HostVault::version_of(const std::vector<Has>& all) {
+  std::vector<protocol::Versions> versions;
+  for (const Has& one : all) versions.push_back(one.versions);
+  const Version agreed = protocol::agreed_version(std::span<const protocol::Versions>(versions));
+  const auto lacks = [&](const Has& one) {
+    return one.versions.counts && one.versions.newest != agreed && one.oldest != agreed;
+  };
+  const auto ahead = std::find_if(all.begin(), all.end(), lacks);
+  if (ahead == all.end()) return agreed;
+  const auto behind = std::find_if(all.begin(), all.end(), [&](const Has& one) {
+    return one.versions.counts && one.versions.newest == agreed;
+  });
+  engine_.all_ranks_throw();
+  throw Error(ErrorKind::mismatch,
+              "recover: rank " + std::to_string(ahead->rank) + " has " + steps_text(*ahead) +
+                  ", but the newest of rank " + std::to_string(behind->rank) + " is " +
+                  (agreed == 0 ? std::string("none") : "step " + std::to_string(agreed - 1)) +
+                  "; expected puts of the same steps on all ranks. Nothing was dropped: put what "
+                  "is missing, or load a checkpoint in a new group",
+              {channel().rank(), behind->rank, kRecover, channel().generation(), 0, 0});
+}
+
+std::string HostVault::steps_text(const Has& has) {
+  const std::string newest = std::to_string(has.versions.newest - 1);
+  if (has.oldest == 0 || has.oldest == has.versions.newest) return "step " + newest;
+  return "steps " + std::to_string(has.oldest - 1) + " and " + newest;
+}
+
 /// What each rank of the group has; in `ids_` whose process it is.
-std::vector<protocol::Versions> HostVault::swap_versions() {
+std::vector<HostVault::Has> HostVault::swap_versions() {
   StepMessage head;
   head.call = signature();
   head.side_segment = counts_ ? 1 : 0;
   head.side_offset = std::max(own_ == nullptr ? 0 : shelf_at(own_).newest(), agreed_);
+  head.staging_side_offset = std::max(own_ == nullptr ? 0 : shelf_at(own_).oldest(), agreed_);
   head.staging_offset = id_;
   channel().swap("recover: versions", head);
   engine::check_same_call(channel(), "recover: versions", head.call);
-  std::vector<protocol::Versions> all;
+  std::vector<Has> all;
   ids_.assign(static_cast<std::size_t>(channel().size()), 0);
   for (const int peer : channel().ranks()) {
     const StepMessage theirs = channel().head(peer);
-    all.push_back({theirs.side_segment != 0, theirs.side_offset});
+    all.push_back(
+        {peer, {theirs.side_segment != 0, theirs.side_offset}, theirs.staging_side_offset});
     ids_[static_cast<std::size_t>(peer)] = theirs.staging_offset;
   }
   return all;
@@ -143,6 +174,10 @@ std::vector<protocol::Versions> HostVault::swap_versions() {
 HostVault::Version HostVault::newest_of(const Kept& kept) const {
   if (kept.at != 0) return kept.at;
   return std::max(shelf_of(kept).newest(), kept.settled ? agreed_ : 0);
+}
+
+HostVault::Version HostVault::oldest_of(const Kept& kept) const {
+  return std::max(shelf_of(kept).oldest(), kept.settled ? agreed_ : 0);
 }
 
 HostVault::Role HostVault::role_of(const Kept& kept, int owner) const {
@@ -173,8 +208,12 @@ bool HostVault::make_room(int owner, StepMessage& head, Room& list) {
   auto* at = reinterpret_cast<Listed*>(list.region.data);
   for (const Kept& kept : kept_) {
     const fabric::Address& address = kept.room.region.address;
-    *at++ = {static_cast<std::uint64_t>(kept.owner), role_of(kept, owner), address.segment,
-             address.offset, newest_of(kept)};
+    *at++ = {static_cast<std::uint64_t>(kept.owner),
+             role_of(kept, owner),
+             address.segment,
+             address.offset,
+             newest_of(kept),
+             oldest_of(kept)};
   }
   head.segment = list.region.address.segment;
   head.offset = list.region.address.offset;
@@ -206,7 +245,7 @@ std::vector<HostVault::Found> HostVault::read_lists() {
       if (one.role == Role::over) continue;
       if (one.role == Role::present && keeper_of(channel().ranks(), owner) != keeper) continue;
       all.push_back(
-          {owner, keeper, one.role, one.newest,
+          {owner, keeper, one.role, one.newest, one.oldest,
            channel().checked(kRecover, keeper, {segment, one.offset}, Shelf::bytes(entry_bytes_))});
     }
   }
@@ -285,6 +324,7 @@ void HostVault::check_recovered(const char* call) const {
 
 std::vector<std::int64_t> HostVault::keys() const {
   std::scoped_lock lock(mutex_);
+  check_recovered("keys");
   std::vector<std::int64_t> all;
   for (const auto& [key, source] : sources_) all.push_back(key);
   return all;
@@ -364,7 +404,7 @@ void HostVault::put(std::uint64_t step, std::span<const VaultPart> parts) {
                 "put: rank " + std::to_string(engine_.rank()) + " has " +
                     std::to_string(version_bytes(table)) +
                     " bytes (bytes_of), but version_bytes is " + std::to_string(entry_bytes_) +
-                    "; make the vault with more",
+                    "; make a new group, whose vault has more",
                 {engine_.rank(), engine_.rank(), "put", 0, 0, 0});
   }
   std::byte* at = shelf.begin();

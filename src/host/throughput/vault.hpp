@@ -6,6 +6,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "core/engine.hpp"
@@ -50,6 +51,12 @@ class HostVault final : public VaultEngine {
     former,   ///< its owner was lost before that
     over,     ///< its owner puts elsewhere from now on, or never began
   };
+  /// The versions of a rank, lost ones too, that it can go on from.
+  struct Has {
+    int rank;
+    protocol::Versions versions;
+    Version oldest;
+  };
   /// What a keeper tells of a shelf. It crosses: trivially copyable, without padding.
   struct Listed {
     std::uint64_t owner;
@@ -57,6 +64,7 @@ class HostVault final : public VaultEngine {
     std::uint64_t segment;
     std::uint64_t offset;
     Version newest;
+    Version oldest;
   };
   /// The same, checked, where it lies in this process.
   struct Found {
@@ -64,6 +72,7 @@ class HostVault final : public VaultEngine {
     int keeper;
     Role role;
     Version newest;
+    Version oldest;
     std::byte* shelf;
   };
   /// The parts of a key in the version that was agreed on.
@@ -78,8 +87,11 @@ class HostVault final : public VaultEngine {
   Shelf shelf_of(const Kept& kept) const { return shelf_at(kept.room.region.data); }
   CallSignature signature() const;
   Version agree();
-  std::vector<protocol::Versions> swap_versions();
+  Version version_of(const std::vector<Has>& all);
+  static std::string steps_text(const Has& has);
+  std::vector<Has> swap_versions();
   Version newest_of(const Kept& kept) const;
+  Version oldest_of(const Kept& kept) const;
   Role role_of(const Kept& kept, int owner) const;
   bool make_room(int owner, StepMessage& head, Room& list);
   std::vector<Found> read_lists();

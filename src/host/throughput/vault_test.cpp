@@ -252,5 +252,38 @@ TEST(Vault, GetOfARankThatWasEvictedFails) {
   });
 }
 
+TEST(Vault, SkippedPutsAreNamed) {
+  with_groups(3, config_of_vaults(), [&](Group& group) {
+    Vault vault(group, bytes_of_one());
+    vault.recover();
+    put_own(vault, group, 0);
+    for (std::uint64_t step = 1; step <= 3; ++step) {
+      group.commit(step);
+      if (group.rank() != 1 || step < 2) put_own(vault, group, step);
+    }
+    for (int again = 0; again < 2; ++again) {
+      expect_error(ErrorKind::mismatch,
+                   {"recover", "rank 0", "steps 2 and 3", "rank 1", "step 1", "same steps"},
+                   [&] { vault.recover(); });
+    }
+    if (group.rank() == 1) put_own(vault, group, 3);
+    EXPECT_EQ(vault.recover(), 3u) << "nothing was dropped";
+    for (int expert = 0; expert < 3; ++expert) EXPECT_EQ(got(vault, expert), Expert(expert, 3));
+    // Not even once, where the others have put twice; that of a rank that was lost counts, too.
+    for (std::uint64_t step = 4; step <= 5; ++step) {
+      group.commit(step);
+      if (group.rank() == 2) put_own(vault, group, step);
+    }
+    group.barrier();
+    if (group.rank() == 2) return group.destroy();
+    fails(group);
+    group.regroup();
+    expect_error(ErrorKind::mismatch, {"rank 2", "steps 4 and 5", "rank 0", "step 3"},
+                 [&] { vault.recover(); });
+    expect_error(ErrorKind::invalid_argument, {"keys", "recover"}, [&] { vault.keys(); });
+    group.barrier();
+  });
+}
+
 }  // namespace
 }  // namespace ferry::host::test
