@@ -80,7 +80,8 @@ def found_from(host: str, port: int) -> list[Endpoint]:
 def _page(endpoint: Endpoint) -> str:
     """Raises also where the whole answer takes longer than SECONDS."""
     until = time.monotonic() + SECONDS
-    connection = http.client.HTTPConnection(*endpoint, timeout=SECONDS)
+    host, port = endpoint
+    connection = http.client.HTTPConnection(f"{host}:{port}", timeout=SECONDS)
     try:
         connection.connect()
         late = threading.Timer(until - time.monotonic(), _cut, [connection.sock])

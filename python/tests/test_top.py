@@ -155,10 +155,11 @@ def test_nobody_answers() -> None:
 
 
 @contextmanager
-def served(answer: bytes, port: int = 0, drips: bool = False) -> Iterator[int]:
+def served(answer: bytes, host: str = "127.0.0.1", drips: bool = False) -> Iterator[int]:
     """The port where every request gets that; drips: and then a byte each 20 ms."""
     ended = threading.Event()
-    with socket.create_server(("127.0.0.1", port)) as server:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
 
         def serve() -> None:
             while not ended.is_set():
@@ -179,7 +180,7 @@ def served(answer: bytes, port: int = 0, drips: bool = False) -> Iterator[int]:
             yield port
         finally:
             ended.set()
-            socket.create_connection(("127.0.0.1", port)).close()
+            socket.create_connection((host, port)).close()
             worker.join()
 
 
@@ -196,6 +197,16 @@ def test_answers_of_others(answer: bytes, drips: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(endpoints, "SECONDS", 0.3)
     with served(answer, drips=drips) as port:
         assert endpoints.read(("127.0.0.1", port)) is None
+
+
+def test_an_address_of_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    with served(http("up 1\n"), "::1") as port:
+        (endpoint,) = endpoints.endpoints_in([f"[::1]:{port}"])
+        assert endpoints.read(endpoint) == {}
 
 
 def run_top(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
