@@ -44,7 +44,8 @@ void bind_vault(nb::module_& m) {
            })
       .def("recover",
            [](const HeldVault& vault) { return without_gil([&] { return vault->recover(); }); })
-      .def("keys", [](const HeldVault& vault) { return vault->keys(); })
+      .def("keys",
+           [](const HeldVault& vault) { return without_gil([&] { return vault->keys(); }); })
       .def("get",
            [](const HeldVault& vault, std::int64_t key, const std::vector<Part>& into) {
              std::vector<VaultTarget> targets;

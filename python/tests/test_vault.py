@@ -3,6 +3,8 @@ test_elastic_training."""
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -88,6 +90,31 @@ def test_bad_arguments_are_refused() -> None:
             vault.get(0, x)
 
     run_ranks(1, body)
+
+
+def test_keys_beside_recover_in_another_thread() -> None:
+    bootstraps = ferry.threads(2)
+    entered = threading.Event()
+
+    def rank(number: int) -> None:
+        group = ferry.Group(bootstraps[number], experts=2, deadline=20, memory_bytes=1 << 20)
+        vault = ferry.Vault(group, 1000)
+        vault.recover()
+        if number == 0:
+            first = threading.Thread(target=lambda: (entered.set(), vault.recover()))
+            first.start()
+            entered.wait()
+            time.sleep(0.2)  # until it waits for rank 1, which needs the interpreter
+            assert vault.keys() == []
+            first.join()
+        else:
+            entered.wait()
+            time.sleep(0.4)
+            vault.recover()
+        group.barrier()
+        group.destroy()
+
+    run_threads(2, rank)
 
 
 def test_groups_that_cannot_regroup_have_none() -> None:
