@@ -12,24 +12,49 @@ from ferry.group import Group
 from ferry.tensors import view
 
 
+def _of_torch(name: str, tensor: Any, torch: Any) -> tuple[Any, str]:
+    if tensor.is_quantized:
+        refuse(name, f"dtype {tensor.dtype}", "elements without a scale: int_repr(), dequantize()")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        refuse(name, f"layout {layout}", "a dense tensor")
+    for lazy, kind, resolve in (
+        (tensor.is_conj(), "conjugate", "resolve_conj()"),
+        (tensor.is_neg(), "negative", "resolve_neg()"),
+    ):
+        if lazy:
+            refuse(name, f"a {kind} view", f"a tensor of its own elements: {resolve}")
+    if not tensor.is_contiguous():
+        refuse(name, f"strides {tuple(tensor.stride())}", "a contiguous tensor")
+    plain = tensor.detach().reshape(-1).view(torch.uint8)
+    return plain, str(tensor.dtype).removeprefix("torch.")
+
+
+def _of_numpy(name: str, array: Any, numpy: Any) -> tuple[Any, str]:
+    dtype = array.dtype
+    if isinstance(array, numpy.ma.MaskedArray):
+        refuse(name, "a masked array", "an array of all its elements: filled(), data")
+    if not array.flags.c_contiguous:
+        refuse(name, f"strides {array.strides}", "a contiguous array")
+    if dtype.hasobject:
+        refuse(name, f"dtype {dtype}", "elements that are plain bytes")
+    if dtype.names is not None:
+        refuse(name, f"dtype {dtype}", "an array of each of the fields")
+    if not dtype.isnative:
+        refuse(name, f"dtype {dtype.str}", "the byte order of this machine")
+    return numpy.asarray(array).reshape(-1).view(numpy.uint8), dtype.name
+
+
 def _bytes_of(name: str, tensor: Any, writable: bool) -> tuple[_ferry.View, str]:
     """The bytes of a dense tensor of any dtype as u8, and its dtype and shape in words."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
-        if not tensor.is_contiguous():
-            refuse(name, f"strides {tuple(tensor.stride())}", "a contiguous tensor")
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        plain = tensor.detach().reshape(-1).view(torch.uint8)
+        plain, dtype = _of_torch(name, tensor, torch)
     else:
         numpy = sys.modules.get("numpy")
         if numpy is None or not isinstance(tensor, numpy.ndarray):
             refuse(name, describe(tensor), "an array of NumPy or torch")
-        if not tensor.flags.c_contiguous:
-            refuse(name, f"strides {tensor.strides}", "a contiguous array")
-        if tensor.dtype.hasobject:
-            refuse(name, f"dtype {tensor.dtype}", "elements that are plain bytes")
-        dtype = tensor.dtype.name
-        plain = tensor.reshape(-1).view(numpy.uint8)
+        plain, dtype = _of_numpy(name, tensor, numpy)
     raw, _ = view(name, plain, None, writable)
     return raw, f"{dtype}{list(tensor.shape)}"
 
@@ -63,8 +88,10 @@ class Vault:
     rank, and as much again on the keeper of a lost rank as long as its state is kept. The memory
     grows if need be. A rank that dies together with the one that keeps its state takes it along.
 
-    Tensors are arrays of NumPy or torch in CPU memory, of any dtype, contiguous. One vault a group,
-    and where groups can `regroup`: others raise `UnsupportedError`.
+    Tensors are arrays of NumPy or torch in CPU memory, dense and contiguous, of any dtype whose
+    elements are plain bytes in this machine's order; no fields, masks, scales, or lazy views. One
+    vault a group, whose versions a new object of the same version_bytes takes up when this one is
+    dropped; and where groups can `regroup`: others raise `UnsupportedError`.
 
     Args:
         version_bytes: the most that one rank puts, by `bytes_of`; the same on all ranks.
@@ -84,7 +111,9 @@ class Vault:
     def recover(self) -> int | None:
         """Collective. The newest step for which all ranks, those lost since too, have put all they
         had; from here on it is the group's committed step. None: there is none. What a lost rank
-        had put is kept until those that are left have put two versions."""
+        had put is kept until those that are left have put two versions. Raises `MismatchError` on
+        all ranks, and drops nothing, when ranks have skipped puts and no step is left that all
+        have."""
         return self._raw.recover()
 
     def keys(self) -> list[int]:

@@ -92,6 +92,28 @@ def test_bad_arguments_are_refused() -> None:
     run_ranks(1, body)
 
 
+def test_tensors_that_are_not_their_bytes_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    record = np.zeros(2, [("a", "<i4"), ("b", "<f4")])
+    quantised = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
+    for tensor, words in (
+        (np.zeros(3, ">f4"), "dtype >f4.*byte order"),
+        (record, "dtype.*'a'.*fields"),
+        (np.ma.array([1, 2, 3], "u1", mask=[0, 1, 0]), "masked"),
+        (quantised, "quint8.*int_repr"),
+        (torch.tensor([1 + 2j]).conj(), "conjugate.*resolve_conj"),
+        (torch.ones(3, dtype=torch.complex64).conj().imag, "negative.*resolve_neg"),
+        (torch.eye(3).to_sparse(), "sparse_coo.*dense"),
+        (torch.eye(3).to_sparse_csr(), "sparse_csr.*dense"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested.*dense"),
+    ):
+        with pytest.raises(
+            ferry.InvalidArgumentError, match=f"bytes_of: key 7, tensor 1: .*{words}"
+        ):
+            ferry.Vault.bytes_of({7: [np.zeros(1), tensor]})
+    assert ferry.Vault.bytes_of({7: np.zeros(2, "datetime64[s]")}) == 64 + 128 + 64
+
+
 def test_keys_beside_recover_in_another_thread() -> None:
     bootstraps = ferry.threads(2)
     entered = threading.Event()
