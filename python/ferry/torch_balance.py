@@ -247,9 +247,10 @@ class Copies:
                 got = f"a buffer {name} with an entry for each expert"
                 refuse("ExpertParallel: experts", got, "parameters: buffers do not go with copies")
         for name, tensor in found.items():
-            if tensor.dim() == 0 or len(tensor) != self.local:
+            if tensor.dim() == 0 or len(tensor) != self.local or tensor.numel() == 0:
                 got = f"{name} of shape {tuple(tensor.shape)}"
-                refuse("ExpertParallel: experts", got, f"[{self.local}, ...]: an entry an expert")
+                expected = f"[{self.local}, ...]: an entry an expert, not empty"
+                refuse("ExpertParallel: experts", got, expected)
             if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 expected = "float32, bfloat16 or float16"
                 refuse("ExpertParallel: experts", f"{name} of {tensor.dtype}", expected)

@@ -135,4 +135,6 @@ def _bytes(name: str, tensor: Tensor) -> Tensor:
     instance(f"copy_experts: {name}", tensor, Tensor, "a torch.Tensor")
     if tensor.dim() == 0 or not tensor.is_contiguous():
         refuse(f"copy_experts: {name}", f"strides {tensor.stride()}", "a dense tensor, [n, ...]")
+    if tensor.numel() == 0:
+        refuse(f"copy_experts: {name}", f"shape {tuple(tensor.shape)}", "experts of some elements")
     return tensor.view(len(tensor), -1).view(torch.uint8)

@@ -211,6 +211,10 @@ def test_what_is_refused() -> None:
         x, ids, weights = torch.ones(3, 16), torch.zeros(3, 2).long(), torch.ones(3, 2)
         with pytest.raises(wrong, match=r"scale of shape \(2, 16\); expected \[3, \.\.\.\]"):
             layer(balance=1)(x, ids, weights)
+        experts.none = torch.nn.Parameter(torch.zeros(2, 0))
+        with pytest.raises(wrong, match=r"none of shape \(2, 0\)"):
+            layer(balance=2)(x, ids, weights)
+        del experts.none
         experts.register_buffer("seen", torch.zeros(2))
         with pytest.raises(wrong, match=r"a buffer seen with an entry for each expert"):
             layer(balance=2)(x, ids, weights)

@@ -74,6 +74,8 @@ def test_what_is_refused() -> None:
             copy(ranks, x, y, [[0, 1, 2]])
         with pytest.raises(wrong, match="replicas: got 8 bytes an expert; expected 16"):
             copy(ranks, x, y[:, :2].contiguous(), [[0, 1, -1]])
+        with pytest.raises(wrong, match=r"experts: got shape \(2, 0\)"):
+            copy(ranks, x[:, :0].contiguous(), y, [[0, 1, -1]])
         with pytest.raises(wrong, match="experts: got strides"):
             copy(ranks, torch.zeros(4, 2).t(), y, [[0, 1, -1]])
         with pytest.raises(wrong, match=r"experts: got torch\.bfloat16"):
