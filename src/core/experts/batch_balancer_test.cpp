@@ -156,9 +156,8 @@ TEST(BatchBalancer, ABatchIsComputedAgainAsItWas) {
   balancer.plan(again, true);  // weights that were on their way are not counted on
   EXPECT_EQ(balancer.fetches(), table);
   ++others[0];
-  expect_error(ErrorKind::invalid_argument, {"again", "none of the last 64 batches"}, [&] {
-    balancer.plan({others.data(), Dtype::i32, {kRanks, kExperts}}, true);
-  });
+  expect_error(ErrorKind::invalid_argument, {"again", "none of the last 64 batches"},
+               [&] { balancer.plan({others.data(), Dtype::i32, {kRanks, kExperts}}, true); });
 }
 
 /// Two batches with the same counts have other plans where the slots held other copies.
