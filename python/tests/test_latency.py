@@ -371,7 +371,7 @@ def test_all_blocks_share_the_deadline_of_the_call() -> None:
 
         maker = threading.Thread(target=make)
         maker.start()
-        with pytest.raises(ferry.DeadlineExceededError, match="deadline of 0.5 s: got signal 0"):
+        with pytest.raises(ferry.DeadlineExceededError, match=r"deadline of 0\.5 s: got signal 0"):
             lat.combine(sent.x, sent, np.ones((1, 8), np.float32), signals=signals)
         ended.set()
         maker.join()

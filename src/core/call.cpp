@@ -136,8 +136,10 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
   const bool collective = mine.kind >= CallKind::all_reduce;
   const bool table = mine.kind == CallKind::copy_rows || mine.kind == CallKind::add_rows;
   first.of("dtype", theirs.dtype, mine.dtype, kName<Dtype>)
-      .of(table ? "columns" : collective ? "the number of elements" : "hidden", theirs.elements,
-          mine.elements, kNumber);
+      .of(table        ? "columns"
+          : collective ? "the number of elements"
+                       : "hidden",
+          theirs.elements, mine.elements, kNumber);
   if (table) {
     compare(first, theirs.rows, mine.rows);
   } else if (collective) {

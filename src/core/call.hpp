@@ -72,8 +72,8 @@ struct LatencyTerms {
 
 /// Of a collective; zeros where it has no such thing.
 struct CollectiveTerms {
-  std::int64_t blocks;  ///< that run it, on GPUs
-  std::uint32_t root;   ///< of broadcast
+  std::int64_t blocks;        ///< that run it, on GPUs
+  std::uint32_t root;         ///< of broadcast
   std::uint8_t op;            ///< a ReduceOp
   std::uint8_t format;        ///< a ReduceFormat
   std::uint16_t algorithm;    ///< the Algorithm asked for
@@ -120,7 +120,8 @@ struct CallSignature {
 };
 static_assert(sizeof(ExchangeTerms) == 32 && sizeof(LatencyTerms) == 32 &&
               sizeof(CollectiveTerms) == 32 && sizeof(CommitTerms) == 32 &&
-              sizeof(RowTableTerms) == 32 && sizeof(VaultTerms) == 32 && sizeof(CallSignature) == 48);
+              sizeof(RowTableTerms) == 32 && sizeof(VaultTerms) == 32 &&
+              sizeof(CallSignature) == 48);
 
 /// "hidden is 128 on rank 2 but 256 here", for the first field that differs; empty when none does.
 std::string difference(const CallSignature& theirs, int their_rank, const CallSignature& mine);

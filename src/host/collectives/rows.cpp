@@ -21,8 +21,7 @@ class Rows {
         row_bytes_(index(x.columns()) * size_of(x.dtype)),
         bytes_(index(x.shape[0]) * row_bytes_),
         out_bytes_(index(out.shape[0]) * row_bytes_),
-        head_(head_of(table.adds ? CallKind::add_rows : CallKind::copy_rows, x.dtype,
-                      x.columns())),
+        head_(head_of(table.adds ? CallKind::add_rows : CallKind::copy_rows, x.dtype, x.columns())),
         shown_(index(all.size())) {
     head_.call.rows = {table.rows, table.slots, table.hash, 0};
     for (const RowTable::Move& move : table.moves) take_in(move);

@@ -91,15 +91,16 @@ class RowsBeingMade {
     }
   }
   [[noreturn]] void refuse_late(std::int64_t expert, std::int64_t block, std::int32_t seen) const {
-    throw Error(ErrorKind::deadline,
-                "latency combine: signals: block " + std::to_string(block) + " of local expert " +
-                    std::to_string(expert) + " of rank " + std::to_string(engine_.rank()) +
-                    " was not made within the deadline of " +
-                    exact_seconds(engine_.config().deadline) + ": got signal " + std::to_string(seen) + ", expected " +
-                    std::to_string(signals_->threshold) +
-                    " or more; start what makes the rows before the call, or give the group a longer "
-                    "deadline",
-                {engine_.rank(), engine_.rank(), "latency combine: signals", 0, 0, 0});
+    throw Error(
+        ErrorKind::deadline,
+        "latency combine: signals: block " + std::to_string(block) + " of local expert " +
+            std::to_string(expert) + " of rank " + std::to_string(engine_.rank()) +
+            " was not made within the deadline of " + exact_seconds(engine_.config().deadline) +
+            ": got signal " + std::to_string(seen) + ", expected " +
+            std::to_string(signals_->threshold) +
+            " or more; start what makes the rows before the call, or give the group a longer "
+            "deadline",
+        {engine_.rank(), engine_.rank(), "latency combine: signals", 0, 0, 0});
   }
 
   const HostEngine& engine_;
