@@ -40,6 +40,15 @@ GroupView regroup_to(Group& group, const std::vector<int>& ranks) {
   return view;
 }
 
+/// A rank that left behind it may end it for a rank that has not heard from all yet.
+void barrier_before_some_leave(Group& group) {
+  try {
+    group.barrier();
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::peer_left) throw;
+  }
+}
+
 class RegroupDomains : public testing::TestWithParam<Crossing> {};
 
 /// Rails have holes, rails meet in a smaller domain, a domain is empty, one domain is left.
@@ -50,7 +59,7 @@ TEST_P(RegroupDomains, GoesOnWithoutRanksThatLeft) {
   with_groups(8, config, [&](Group& group) {  // 0 1 2, 3 4 5, 6 7
     const auto lose = [&](const std::vector<int>& leave, const std::vector<int>& left) {
       exchange_among(group, group.view().ranks, 2);
-      group.barrier();
+      barrier_before_some_leave(group);
       if (std::find(leave.begin(), leave.end(), group.rank()) != leave.end()) return false;
       EXPECT_EQ(regroup_to(group, left).ranks, left);
       exchange_among(group, left, 3);
