@@ -1,5 +1,6 @@
 #include "bootstrap/store_errors.hpp"
 
+#include "base/open_files.hpp"
 #include "base/process_limits.hpp"
 #include "base/text.hpp"
 #include "bootstrap/socket.hpp"

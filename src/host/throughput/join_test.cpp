@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "engine/test_groups.hpp"
+#include "platform/process.hpp"
 
 namespace ferry::host::test {
 

@@ -125,10 +125,7 @@ def read_spills(said: str) -> dict[str, int]:
     return found
 
 
-def compile_source(
-    nvcc: str, root: Path, source: Path, ptx_for: int, architectures: tuple[int, ...], *extra: str
-) -> list[Compiled]:
-    """PTX for one architecture, and what ptxas makes of it for each of `architectures`."""
+def compile_source(nvcc: str, root: Path, source: Path, architecture: int, *extra: str) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
         includes = (f"-I{root / 'src'}", f"-I{root / 'include'}")
@@ -141,9 +138,8 @@ def compile_source(
                 raise RuntimeError(f"{source.name}: {' '.join(done.args)}\n{done.stderr[-2000:]}")
             return done.stderr + done.stdout
 
-        run(*FLAGS, *includes, f"-arch=compute_{ptx_for}", "-ptx", source, "-o", ptx)
-        made = []
-        for sm in architectures:
-            said = run(f"-arch=sm_{sm}", *extra, "-Xptxas=-v", "-cubin", ptx, "-o", os.devnull)
-            made.append(Compiled(source.name, sm, ptx.read_text(), read_spills(said)))
-        return made
+        run(*FLAGS, *includes, f"-arch=compute_{architecture}", "-ptx", source, "-o", ptx)
+        said = run(
+            f"-arch=sm_{architecture}", *extra, "-Xptxas=-v", "-cubin", ptx, "-o", os.devnull
+        )
+        return Compiled(source.name, architecture, ptx.read_text(), read_spills(said))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import tempfile
 import unittest
@@ -15,9 +14,7 @@ import machine_code as code
 
 NVCC = os.environ.get("FERRY_NVCC", "")
 ROOT = Path(__file__).resolve().parents[3]
-# By the architecture whose PTX they are made from. No source has a path of its own for sm_100.
-ARCHITECTURES_OF_PTX = {80: (80,), 90: (90, 100), 120: (120,)}
-ARCHITECTURES = tuple(sm for of_one in ARCHITECTURES_OF_PTX.values() for sm in of_one)
+ARCHITECTURES = (80, 90, 100, 120)
 JOBS = 2
 
 SPILLING = """
@@ -47,10 +44,9 @@ class Kernels(unittest.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         sources = sorted((ROOT / "src/cuda/kernels").rglob("*.cu"))
-        work = [(source, *item) for source in sources for item in ARCHITECTURES_OF_PTX.items()]
+        work = [(source, sm) for source in sources for sm in ARCHITECTURES]
         with ThreadPoolExecutor(JOBS) as pool:
-            made = pool.map(lambda item: code.compile_source(NVCC, ROOT, *item), work)
-            cls.compiled = [compiled for of_one in made for compiled in of_one]
+            cls.compiled = list(pool.map(lambda item: code.compile_source(NVCC, ROOT, *item), work))
 
     def complaints(self, rule) -> list[str]:
         return [
@@ -65,18 +61,6 @@ class Kernels(unittest.TestCase):
         for compiled in self.compiled:
             # Functions that were not inlined may be there, too.
             self.assertLessEqual(set(compiled.entries()), set(compiled.spills), compiled.source)
-
-    def test_one_ptx_has_the_paths_of_all_that_are_made_from_it(self) -> None:
-        files = (ROOT / "src/cuda").rglob("*.cu*")
-        limits = {
-            int(limit)
-            for file in files
-            for limit in re.findall(r"__CUDA_ARCH__\s*[<>]=?\s*(\d+)", file.read_text())
-        }
-        self.assertIn(900, limits)
-        for ptx, architectures in ARCHITECTURES_OF_PTX.items():
-            between = [x for x in limits if 10 * ptx < x <= 10 * max(architectures)]
-            self.assertEqual(between, [], f"compute_{ptx}")
 
     def test_meets_at_system_scope(self) -> None:
         self.assertEqual(self.complaints(code.meets_at_system_scope), [])
