@@ -10,6 +10,7 @@ none leaves the reduction out: all ranks make the same calls in the same order.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 import zlib
@@ -40,7 +41,9 @@ def _step(*_: object) -> None:
     _stepped = next(_steps)  # ranks may be threads: two steps are never the same number
 
 
-register_optimizer_step_post_hook(_step)
+@functools.cache
+def _count_steps() -> None:
+    register_optimizer_step_post_hook(_step)
 
 
 class _Seen:
@@ -76,6 +79,7 @@ class Copies:
     def __init__(
         self, group: Group, slots: int, collectives: Collectives | None, copy_rows: int
     ) -> None:
+        _count_steps()
         call = "ExpertParallel"
         ranks = instance(f"{call}: collectives", collectives, Collectives, "a ferry.Collectives")
         if (ranks.rank, ranks.size) != (group.rank, group.size):

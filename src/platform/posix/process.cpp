@@ -111,16 +111,6 @@ ProcessWatch::ProcessWatch(const ProcessName& process) : process_(process) {
   if (death_watch_) death_watch_->add(handle_.get());
 }
 
-ProcessWatch::~ProcessWatch() {
-  if (death_watch_) death_watch_->remove(handle_.get());
-}
-
-ProcessWatch::ProcessWatch(ProcessWatch&& other) noexcept
-    : process_(other.process_),
-      handle_(std::move(other.handle_)),
-      death_watch_(std::move(other.death_watch_)),
-      fixed_(other.fixed_.load()) {}
-
 PeerState ProcessWatch::state() noexcept {
   // relaxed: a fact by itself, no data goes with it
   PeerState state = fixed_.load(std::memory_order_relaxed);

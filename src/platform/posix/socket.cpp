@@ -159,7 +159,7 @@ int connect_result(const Socket& socket) {
   return 0;
 }
 
-std::string own_address(const Socket& socket) {
+std::string numeric_address(const Socket& socket) {
   sockaddr_storage own{};
   socklen_t length = sizeof own;
   auto* where = reinterpret_cast<sockaddr*>(&own);
@@ -168,10 +168,7 @@ std::string own_address(const Socket& socket) {
       ::getnameinfo(where, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) != 0) {
     return {};
   }
-  const std::string address = text;
-  const bool reached = address != "0.0.0.0" && address != "::" && address != "::1" &&
-                       !address.starts_with("127.") && !address.starts_with("fe80");
-  return reached ? address : std::string();
+  return text;
 }
 
 Socket accept_from(const Socket& listener, int& error) {

@@ -165,7 +165,7 @@ int connect_result(const Socket& socket) {
   return 0;
 }
 
-std::string own_address(const Socket& socket) {
+std::string numeric_address(const Socket& socket) {
   sockaddr_storage own{};
   char text[NI_MAXHOST];
   if (!address_of(socket, false, own) ||
@@ -173,10 +173,7 @@ std::string own_address(const Socket& socket) {
                     0, NI_NUMERICHOST) != 0) {
     return {};
   }
-  const std::string address = text;
-  const bool reached = address != "0.0.0.0" && address != "::" && address != "::1" &&
-                       !address.starts_with("127.") && !address.starts_with("fe80");
-  return reached ? address : std::string();
+  return text;
 }
 
 Socket accept_from(const Socket& listener, int& error) {
