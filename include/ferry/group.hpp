@@ -318,7 +318,8 @@ class Group {
   GroupView view() const;
 
   MemoryStats memory() const;
-  /// What memory() says right after creation with this configuration and number of ranks.
+  /// What memory() says right after creation with this configuration and number of ranks. CUDA
+  /// ranks of a last domain that is smaller than the others take less.
   static MemoryStats memory_hint(const GroupConfig& config, int ranks);
   TimeStats time() const;
   NetworkStats network() const;

@@ -201,7 +201,8 @@ class Channel {
 
   // For an exchange that goes on without some ranks.
 
-  /// Whether a peer will never come again: its process has ended, or it destroyed its group.
+  /// Whether a peer will never come again: its process ends or has ended, or it destroyed its
+  /// group.
   bool gone(int peer) const;
   void count_wait(const char* stage, std::chrono::steady_clock::time_point begin,
                   std::chrono::nanoseconds waited) {

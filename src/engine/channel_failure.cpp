@@ -227,7 +227,7 @@ std::optional<Error> Channel::poll(const char* stage, const std::function<Genera
   int lost = -1;
   for (const int peer : ranks_) {
     if (peer == rank_ || lost >= 0) continue;
-    if (memory_->fabric->peer_state(peer) == fabric::PeerState::dead && awaits(peer)) lost = peer;
+    if (memory_->fabric->peer_ends(peer) && awaits(peer)) lost = peer;
   }
   // After looking at the processes, as in GroupWatch.
   bool left_in_peace = false;

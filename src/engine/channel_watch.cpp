@@ -226,7 +226,7 @@ bool Channel::is_lost(int peer) const {
 }
 
 bool Channel::gone(int peer) const {
-  if (memory_->fabric->peer_state(peer) == fabric::PeerState::dead) return true;
+  if (memory_->fabric->peer_ends(peer)) return true;
   // Outside the domain, where no word is read, the deadline must tell.
   return left(peer);
 }

@@ -96,6 +96,9 @@ class Fabric {
 
   /// Whether the peer still runs. Cheap enough to call for every peer every 50 ms; never blocks.
   virtual PeerState peer_state(int peer) noexcept = 0;
+  /// Whether the peer has ended or is being ended: it will call nothing more, but what it started
+  /// may still write to this rank's memory until `peer_state` says that it is dead.
+  virtual bool peer_ends(int peer) noexcept { return peer_state(peer) == PeerState::dead; }
 
   /// Whether this rank seems to be cut off itself: by one of its NICs it hears nobody, by another
   /// it does. Then its peers are not to blame.

@@ -2,10 +2,17 @@
 #include "fabric/identity.hpp"
 
 #include <signal.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdlib>
+#include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <thread>
 
 #include "base/test_files.hpp"
 #include "fabric/shm/object.hpp"
@@ -164,6 +171,71 @@ TEST(ProcessWatch, SeesThroughReusedNumbers) {
   waitpid(child, nullptr, 0);
   EXPECT_EQ(watch.state(), PeerState::dead);
   EXPECT_EQ(ProcessWatch(name).state(), PeerState::dead);
+}
+
+/// A child of fork that runs `body` and does not come back.
+struct OwnChild {
+  explicit OwnChild(const std::function<void()>& body) : pid(fork()) {
+    if (pid == 0) {
+      body();
+      for (;;) pause();
+    }
+    name = this_process();
+    name.pid = pid;
+    name.start_time = start_time_of(pid).value_or(0);
+  }
+  ~OwnChild() {
+    kill(pid, SIGKILL);
+    waitpid(pid, nullptr, 0);
+  }
+  const pid_t pid;
+  ProcessName name{};
+};
+
+TEST(ProcessWatch, EndsBeforeItIsDead) {
+  // The pages keep the kernel busy between the two; a busy machine may still miss the moment.
+  constexpr std::size_t kBytes = std::size_t{256} << 20;
+  int tries = 0;
+  for (bool seen = false; !seen && tries < 20; ++tries) {
+    int filled[2];
+    ASSERT_EQ(pipe(filled), 0);
+    const OwnChild child([&] {
+      std::memset(std::malloc(kBytes), 1, kBytes);
+      (void)!write(filled[1], "", 1);
+    });
+    ProcessWatch watch(child.name);
+    char byte = 0;
+    ASSERT_EQ(read(filled[0], &byte, 1), 1);
+    close(filled[0]);
+    close(filled[1]);
+    EXPECT_FALSE(watch.ends());
+    kill(child.pid, SIGKILL);
+    while (watch.state() == PeerState::alive && !seen) {
+      seen = watch.ends() && watch.state() == PeerState::alive;
+    }
+    EXPECT_TRUE(eventually([&] { return watch.state() == PeerState::dead && watch.ends(); }, 5s));
+  }
+  EXPECT_LT(tries, 20) << "it was never seen to end before it was dead";
+}
+
+TEST(ProcessWatch, DoesNotEndWithItsFirstThread) {
+  const OwnChild child([] {
+    std::thread([] {
+      for (;;) pause();
+    }).detach();
+    syscall(SYS_exit, 0);  // this thread alone
+  });
+  ProcessWatch watch(child.name);
+  const std::string stat = "/proc/" + std::to_string(child.pid) + "/stat";
+  const auto first_ended = [&] {
+    std::string line;
+    return std::getline(std::ifstream(stat), line) && line.find(") Z ") != std::string::npos;
+  };
+  ASSERT_TRUE(eventually(first_ended, 5s));
+  EXPECT_FALSE(watch.ends());
+  EXPECT_EQ(watch.state(), PeerState::alive);
+  kill(child.pid, SIGKILL);
+  EXPECT_TRUE(eventually([&] { return watch.ends(); }, 5s));
 }
 
 /// Sleeps on a word that nobody changes, far longer than the test may take.

@@ -50,6 +50,11 @@ class ProcessWatch {
   /// counts its pids in another namespace than this one. Dead stays dead. Thread-safe.
   PeerState state() noexcept;
 
+  /// Whether it is being ended: it calls nothing more, but its memory, and what it started on a
+  /// GPU, may still be there. A driver may take hundreds of milliseconds from here to `dead`. Reads
+  /// /proc (some 10 µs); where the system does not tell, true when it is dead. Thread-safe.
+  bool ends() noexcept;
+
  private:
   ProcessName process_{};
   UniqueDescriptor handle_{};

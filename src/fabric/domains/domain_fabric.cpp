@@ -79,6 +79,7 @@ class DomainFabric final : public Fabric {
   void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
                std::uint64_t tag) override;
   PeerState peer_state(int peer) noexcept override { return way(peer).peer_state(peer); }
+  bool peer_ends(int peer) noexcept override { return way(peer).peer_ends(peer); }
   bool cut_off() const noexcept override { return network_ && network_->cut_off(); }
   std::chrono::nanoseconds spin_time() const noexcept override {
     return network_ ? network_->spin_time() : inside_->spin_time();

@@ -51,6 +51,7 @@ class ShmFabric final : public MappedFabric, public Lobby {
   void seal(SegmentId segment) override;
   void forget(int peer) noexcept override;
   PeerState peer_state(int peer) noexcept override;
+  bool peer_ends(int peer) noexcept override;
 
   Lobby* lobby() noexcept override { return this; }
   bool is_open() const override { return door_ != nullptr; }
@@ -168,6 +169,10 @@ void ShmFabric::forget(int peer) noexcept {
 PeerState ShmFabric::peer_state(int peer) noexcept {
   if (peer < 0 || peer >= size()) return PeerState::unknown;
   return peer_at(peer)->watch.state();
+}
+
+bool ShmFabric::peer_ends(int peer) noexcept {
+  return peer >= 0 && peer < size() && peer_at(peer)->watch.ends();
 }
 
 void ShmFabric::open(const std::string& name, const std::string& text, std::uint64_t ticket) {

@@ -12,6 +12,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <new>
+#include <string>
+#include <system_error>
 
 namespace ferry {
 namespace {
@@ -29,14 +33,15 @@ std::uint64_t inode_of(const char* path) {
 
 struct ProcessStat {
   char state = '?';  // 'R', 'S', ..., 'Z': ended, its parent has not waited for it
+  bool exiting = false;
   std::uint64_t start_time = 0;
 };
 
-/// Reads /proc/<pid>/stat (proc(5): field 3 is the state, field 22 the start time).
-std::optional<ProcessStat> stat_of(std::int64_t pid) noexcept {
-  std::array<char, 64> path{};
-  std::snprintf(path.data(), path.size(), "/proc/%lld/stat", static_cast<long long>(pid));
-  const int fd = open(path.data(), O_RDONLY | O_CLOEXEC);
+/// Of a process, or of one thread: reads /proc/<pid>/stat or the like (proc(5): field 3 is the
+/// state, field 9 holds PF_EXITING of linux/sched.h, field 22 is the start time).
+std::optional<ProcessStat> stat_at(const char* path) noexcept {
+  constexpr unsigned long kExiting = 0x4;
+  const int fd = open(path, O_RDONLY | O_CLOEXEC);
   if (fd < 0) return std::nullopt;
   std::array<char, 1024> text{};
   const ssize_t got = read(fd, text.data(), text.size() - 1);
@@ -47,12 +52,34 @@ std::optional<ProcessStat> stat_of(std::int64_t pid) noexcept {
   if (at == nullptr || at[1] != ' ') return std::nullopt;
   ProcessStat result;
   result.state = at[2];
-  for (int field = 2; field < 22; ++field) {
+  for (int field = 3; field <= 22; ++field) {
     at = std::strchr(at + 1, ' ');
     if (at == nullptr) return std::nullopt;
+    if (field == 9) result.exiting = (std::strtoul(at + 1, nullptr, 10) & kExiting) != 0;
   }
   result.start_time = std::strtoull(at + 1, nullptr, 10);
   return result;
+}
+
+std::optional<ProcessStat> stat_of(std::int64_t pid) noexcept {
+  std::array<char, 64> path{};
+  std::snprintf(path.data(), path.size(), "/proc/%lld/stat", static_cast<long long>(pid));
+  return stat_at(path.data());
+}
+
+/// Whether every thread of the process is on its way out. The first one alone may end before the
+/// others (pthread_exit of main).
+bool all_threads_exit(std::int64_t pid) {
+  const auto first = stat_of(pid);
+  if (!first || !first->exiting) return false;
+  std::error_code error;
+  const std::string folder = "/proc/" + std::to_string(pid) + "/task";
+  for (std::filesystem::directory_iterator at(folder, error), end; !error && at != end;
+       at.increment(error)) {
+    const auto thread = stat_at((at->path() / "stat").c_str());
+    if (thread && !thread->exiting) return false;
+  }
+  return true;
 }
 
 PeerState state_without_pidfd(const ProcessName& process) noexcept {
@@ -123,6 +150,16 @@ PeerState ProcessWatch::state() noexcept {
   }
   if (state == PeerState::dead) fixed_.store(state, std::memory_order_relaxed);
   return state;
+}
+
+bool ProcessWatch::ends() noexcept {
+  const PeerState now = state();
+  if (now != PeerState::alive || process_.pid == getpid()) return now == PeerState::dead;
+  try {
+    return all_threads_exit(process_.pid);
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
 }
 
 }  // namespace ferry

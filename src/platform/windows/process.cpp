@@ -75,4 +75,8 @@ PeerState ProcessWatch::state() noexcept {
   return PeerState::dead;
 }
 
+bool ProcessWatch::ends() noexcept {
+  return state() == PeerState::dead;
+}
+
 }  // namespace ferry
