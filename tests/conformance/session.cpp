@@ -1,5 +1,6 @@
 #include "session.hpp"
 
+#include "core/domains.hpp"
 #include "device.hpp"
 
 namespace ferry::conformance {
