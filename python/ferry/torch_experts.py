@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from ferry.arguments import choice, describe, instance, integer, refuse, renamed_keywords
 from ferry.collectives import Collectives
-from ferry.experts import BatchBalancer
+from ferry.experts import BatchBalancer, ExpertPlacement
 from ferry.group import FORMATS, Group
 from ferry.handles import find, register
 from ferry.latency import LatencyExchange, LatencyReceived
 from ferry.torch_balance import COPY_ROWS, Copies
 from ferry.torch_exchange import combine, dispatch, planned
+from ferry.torch_placed_experts import checked, held, sum_copies
 from ferry.torch_rows import row_weights
 from ferry.torch_through_e4m3 import restored  # importing it defines the operator
 from ferry.torch_wrapped_experts import ready, walked, watch
@@ -57,6 +58,11 @@ class ExpertParallel(nn.Module):
         collectives: of the same ranks, for weights and gradients of copies.
         copy_rows: with `balance`: the work on how many rows a copy costs. Batches that copies would
             save less than that are left as they are.
+        placement: where the experts of the layer are when they may move, as after `Group.regroup`:
+            topk_idx names its experts, and `group` has experts=group.size * placement.slots.
+            Parameters of `experts` are [slots, ...], and it is called with as many entries. Assign
+            a new one at any time between steps, the same on all ranks. On CPUs, without balance and
+            decode_tokens. After each backward: `sum_copies`.
     """
 
     @renamed_keywords(sms="num_sms", worst_case_rows="max_recv_rows")
@@ -74,6 +80,7 @@ class ExpertParallel(nn.Module):
         balance: int = 0,
         collectives: Collectives | None = None,
         copy_rows: int = COPY_ROWS,
+        placement: ExpertPlacement | None = None,
     ) -> None:
         super().__init__()
         call = "ExpertParallel"
@@ -96,6 +103,17 @@ class ExpertParallel(nn.Module):
                 got = f"{with_experts}max_recv_rows={max_recv_rows} with balance"
                 refuse(call, got, "None and 0: experts run once more for copies")
             self._copies = Copies(group, balance, collectives, copy_rows)
+        self._placement: ExpertPlacement | None = None
+        if placement is not None:
+            if self._copies is not None or self.decode_tokens > 0:
+                got = f"one with balance={balance}, decode_tokens={decode_tokens}"
+                refuse(
+                    f"{call}: placement",
+                    got,
+                    "both 0: experts stay where balance copies them, "
+                    "and latency mode has no regroup",
+                )
+            self._placement = checked(placement, group)
         self._exchanges: dict[tuple[int, int, torch.dtype], LatencyExchange] = {}
         # Of torch_wrapped_experts: whose experts these are; whether their gradients are means; what
         # they are cut by (None: not known), whether that is right, and whether it is wrong.
@@ -114,6 +132,8 @@ class ExpertParallel(nn.Module):
         """
         if self._copies is not None:
             topk_idx = self._copies.places(self.experts, topk_idx)
+        if self._placement is not None:
+            topk_idx = torch.ops.ferry.places(topk_idx, self._handle)
         plan = planned(self._handle, topk_idx)
         if self.format == "as_is":
             got = dispatch(self.group, plan, x, topk_weights=topk_weights, **self.layout)
@@ -164,6 +184,36 @@ class ExpertParallel(nn.Module):
         return decoded
 
     @property
+    def placement(self) -> ExpertPlacement | None:
+        """Where the experts are."""
+        return self._placement
+
+    @placement.setter
+    def placement(self, placement: ExpertPlacement) -> None:
+        self._placed("placement")
+        self._placement = checked(placement, self.group)
+
+    def held(self, *tensors: Tensor) -> dict[int, list[Tensor]]:
+        """With `placement`: of each expert on this rank its entry of each tensor [slots, ...], as
+        views. For `Vault.put`, and for `Vault.get` to write to.
+
+        tensors: of the parameters and of the optimizer's state; none: all parameters of `experts`.
+        """
+        return held(self._placed("held"), self.group.rank, self.experts, tensors)
+
+    def sum_copies(self) -> None:
+        """Collective, with `placement`: after a backward and before the optimizer's step. Adds up
+        the gradients of all copies of an expert, in fp32 and in ascending place: copies stay the
+        same, bit for bit. Raises what calls of the group raise when a rank dies meanwhile; then
+        gradients are partly sums, and the step begins again with `zero_grad`."""
+        sum_copies(self.group, self._placed("sum_copies"), self.experts)
+
+    def _placed(self, call: str) -> ExpertPlacement:
+        if self._placement is None:
+            refuse(call, "a module without placement", "placement, as of the constructor")
+        return self._placement
+
+    @property
     def balancer(self) -> BatchBalancer | None:
         """With `balance`: what was planned for the newest batch."""
         return None if self._copies is None else self._copies.balancer
@@ -189,7 +239,7 @@ class ExpertParallel(nn.Module):
         return type(self).__new__(type(self))._with(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        for shared in (self.group, self._exchanges, self._cut):
+        for shared in (self.group, self._exchanges, self._cut, self._placement):
             memo[id(shared)] = shared
         memo[id(self)] = made = type(self).__new__(type(self))
         return made._with(copy.deepcopy(self.__dict__, memo))
@@ -263,6 +313,24 @@ def _decode_fake(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, module: int)
     return x.new_empty(x.shape)  # dense, whatever x is
 
 
+def _places(topk_idx: Tensor, module: int) -> Tensor:
+    """The operator `ferry::places`: routes to experts as routes to their places."""
+    what = "the module, kept elsewhere"
+    found: ExpertParallel = find("ferry::places: module", module, "ExpertParallel", what)
+    placed: Tensor = found._placed("places").places(topk_idx.contiguous(), found.group.rank)
+    return placed
+
+
+def _places_fake(topk_idx: Tensor, module: int) -> Tensor:
+    return topk_idx.new_empty(topk_idx.shape, dtype=torch.int64)
+
+
+torch.library.custom_op(
+    "ferry::places",
+    _places,
+    mutates_args=(),
+    schema="(Tensor topk_idx, SymInt module) -> Tensor",
+).register_fake(_places_fake)
 torch.library.custom_op(
     "ferry::decode",
     _decode,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -149,3 +150,68 @@ def decode(group: ferry.Group, form: str, batched: bool) -> None:
             else:
                 torch.testing.assert_close(y.cpu(), value, rtol=1 / 128, atol=3 * 2 * 2 * 3 / 16)
     assert len(seen) == 5 + 10 * batched
+
+
+SLOTS = 4  # two ranks have places for all experts, three have some for copies
+
+
+def placed_layer(group: ferry.Group, ranks: list[int]) -> ft.ExpertParallel:
+    placement = ferry.ExpertPlacement(experts=EXPERTS, ranks=group.size, slots=SLOTS)
+    placement.balance(ranks)
+    layer = ft.ExpertParallel(group, Experts(torch.zeros(SLOTS, HIDDEN)), placement=placement)
+    fill(layer)
+    return layer
+
+
+def fill(layer: ft.ExpertParallel) -> None:
+    """As a vault does."""
+    for expert, (table,) in layer.held().items():
+        table.copy_(tables(torch.float32)[expert])
+
+
+def placed_step(layer: ft.ExpertParallel, ranks: list[int], leaves: str = "") -> bool:
+    """Outputs and all gradients are exact, those of copies too. leaves: the call before which this
+    rank leaves; then False."""
+    group = layer.group
+    layer.zero_grad()
+    all_tables, given = tables(torch.float32).requires_grad_(), inputs(group.rank, torch.float32)
+    for rank in ranks:
+        value = dense(*inputs(rank, torch.float32), all_tables)
+        value.sum().backward()
+        if rank == group.rank:
+            expected = value.detach()
+    for call in ("forward", "backward", "sum_copies"):
+        if leaves == call:
+            group.destroy()
+            return False
+        if call == "forward":
+            y = layer(*given)
+        elif call == "backward":
+            y.sum().backward()
+        else:
+            layer.sum_copies()
+    assert torch.equal(y, expected)
+    assert all_tables.grad is not None
+    for expert, (table,) in layer.held(layer.experts.tables.grad).items():
+        assert torch.equal(table, all_tables.grad[expert])
+    return True
+
+
+def go_on_without_rank_0(group: ferry.Group, leaves: str) -> None:
+    """A step with all ranks, one in which rank 0 leaves, and that one again without it."""
+    everyone, left = list(range(group.size)), list(range(1, group.size))
+    layer = placed_layer(group, everyone)
+    assert placed_step(layer, everyone)
+    if group.rank == 0:
+        assert not placed_step(layer, everyone, leaves)
+        return
+    with pytest.raises((ferry.PeerLeftError, ferry.PeerFailedError), match="rank 0"):
+        placed_step(layer, everyone)
+    view = group.regroup()
+    assert view.ranks == left
+    placement = ferry.ExpertPlacement(experts=EXPERTS, ranks=group.size, slots=SLOTS)
+    placement.balance(view.ranks)
+    layer.placement = placement
+    fill(layer)
+    assert placed_step(layer, left)
+    group.barrier()

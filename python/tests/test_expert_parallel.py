@@ -12,7 +12,7 @@ import torch
 from compiled_bodies import TRACES_ANY_BACKWARD
 from gpus import needs_gpu
 from rank_processes import RankProcesses
-from rank_threads import run_ranks
+from rank_threads import run_ranks, run_threads
 
 import ferry
 import ferry.torch as ft
@@ -35,6 +35,41 @@ def test_training_step_in_fp8() -> None:
 @pytest.mark.parametrize("batched", [False, True])
 def test_decode_step(form: str, batched: bool) -> None:
     run_ranks(4, lambda group: bodies.decode(group, form, batched), **bodies.CONFIG)
+
+
+@pytest.mark.parametrize("leaves", ["forward", "backward", "sum_copies"])
+def test_a_step_again_after_a_rank_left(leaves: str) -> None:
+    """With experts elsewhere than before."""
+    bootstraps = ferry.threads(3)
+    config = bodies.CONFIG | {"experts": 3 * bodies.SLOTS, "deadline": 20}
+
+    def rank(number: int) -> None:
+        with ferry.Group(bootstraps[number], **config) as group:
+            bodies.go_on_without_rank_0(group, leaves)
+
+    run_threads(3, rank)
+
+
+def test_placements_that_do_not_fit() -> None:
+    experts = bodies.Experts(torch.zeros(4, bodies.HIDDEN))
+    with ferry.Group(ferry.threads(1)[0], experts=4) as group:
+        good = ferry.ExpertPlacement(experts=3, ranks=1, slots=4)
+        with pytest.raises(ferry.InvalidArgumentError, match="4 places in all"):
+            ft.ExpertParallel(
+                group, experts, placement=ferry.ExpertPlacement(experts=3, ranks=1, slots=3)
+            )
+        with pytest.raises(ferry.InvalidArgumentError, match="decode_tokens=8; expected both 0"):
+            ft.ExpertParallel(group, experts, placement=good, decode_tokens=8)
+        without = ft.ExpertParallel(group, experts)
+        for call in (without.held, without.sum_copies):
+            with pytest.raises(ferry.InvalidArgumentError, match="a module without placement"):
+                call()
+        with pytest.raises(ferry.InvalidArgumentError, match="module without placement"):
+            without.placement = good
+        layer = ft.ExpertParallel(group, experts, placement=good)
+        assert copy.deepcopy(layer).placement is good
+        with pytest.raises(ferry.InvalidArgumentError, match="entry for each slot"):
+            layer.held(torch.zeros(3, 8))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,96 @@
+"""Experts of `ExpertParallel` in the places that a `ferry.ExpertPlacement` names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ferry.arguments import instance, refuse
+from ferry.experts import ExpertPlacement
+from ferry.group import Group
+
+MOST_COPIES = 64  # slots of a route
+_ROW = 4096  # f32 of a message
+
+
+def checked(placement: ExpertPlacement, group: Group) -> ExpertPlacement:
+    """One that fits the group."""
+    call = "ExpertParallel: placement"
+    instance(call, placement, ExpertPlacement, "a ferry.ExpertPlacement, or None")
+    if group.device != "cpu":
+        refuse(call, f"a group on {group.device}", "one on CPUs, so far")
+    ranks, slots = placement.ranks, placement.slots
+    if (ranks, ranks * slots) != (group.size, group.experts):
+        expected = f"ranks={group.size} and {group.experts} places in all, as the group has experts"
+        refuse(call, f"{ranks} ranks of {slots} slots", expected)
+    most = max(len(places) for places in _places(placement).values())
+    if most > MOST_COPIES:
+        refuse(call, f"{most} copies of an expert", f"at most {MOST_COPIES}")
+    return placement
+
+
+def held(
+    placement: ExpertPlacement, rank: int, slots: nn.Module, tensors: Iterable[Tensor]
+) -> dict[int, list[Tensor]]:
+    """Of each expert that the rank holds its part of each tensor; of no tensors: of parameters."""
+    given = list(tensors) or list(slots.parameters())
+    for i, tensor in enumerate(given):
+        _check(f"held: tensor {i}", tensor, placement.slots)
+    mine = enumerate(placement.held_by(rank))
+    return {expert: [each.detach()[slot] for each in given] for slot, expert in mine if expert >= 0}
+
+
+@torch.no_grad()
+def sum_copies(group: Group, placement: ExpertPlacement, experts: nn.Module) -> None:
+    """Collective. Every copy sends its gradients to all copies of the expert, which add them up in
+    fp32, in ascending rank and slot, so that all get the same bits."""
+    copies = {e: places for e, places in _places(placement).items() if len(places) > 1}
+    if not copies:
+        return
+    most = max(map(len, copies.values()))
+    mine = placement.held_by(group.rank)
+    busy = [slot for slot, expert in enumerate(mine) if expert in copies]
+    for name, parameter in experts.named_parameters():
+        _check(f"sum_copies: {name}", parameter, placement.slots)
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        width = parameter[0].numel()
+        rows = -(-width // _ROW)
+        sent = torch.zeros(len(busy), rows * _ROW)
+        sent[:, :width] = parameter.grad[busy].reshape(len(busy), width)
+        routes = torch.full((len(busy), most), -1)
+        for i, slot in enumerate(busy):
+            places = copies[mine[slot]]
+            routes[i, : len(places)] = torch.tensor(places)
+        plan = group.plan(routes.repeat_interleave(rows, 0))
+        got = group.dispatch(sent.view(-1, _ROW), plan, order="expert_major")
+        assert got.expert_offsets is not None
+        ends = got.expert_offsets.tolist()
+        for slot in busy:
+            # By ascending source rank, then token: what a copy sent lies together.
+            parts = got.x[ends[slot] : ends[slot + 1]].view(-1, rows * _ROW)
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            parameter.grad[slot] = total[:width].view(parameter.shape[1:])
+
+
+def _check(name: str, tensor: Tensor, slots: int) -> None:
+    instance(name, tensor, Tensor, "a torch.Tensor")
+    if tensor.dim() == 0 or len(tensor) != slots or tensor.numel() == 0:
+        expected = f"[{slots}, ...]: an entry for each slot, not empty"
+        refuse(name, f"shape {tuple(tensor.shape)}", expected)
+
+
+def _places(placement: ExpertPlacement) -> dict[int, list[int]]:
+    """The places of each expert, ascending."""
+    found: dict[int, list[int]] = {}
+    for rank in range(placement.ranks):
+        for slot, expert in enumerate(placement.held_by(rank)):
+            if expert >= 0:
+                found.setdefault(expert, []).append(rank * placement.slots + slot)
+    return found
