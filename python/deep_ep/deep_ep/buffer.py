@@ -72,6 +72,17 @@ class Buffer(BufferBase, Throughput, LowLatency):
         self.nvshmem_qp_depth = qp_depth()
         self._open_low_latency()
 
+    def regroup(self) -> list[int]:
+        """Not in the original. Collective among the ranks that are left, after a call raised
+        ferry.PeerFailedError or PeerLeftError: this buffer goes on without the others, in the
+        memory that is registered, in throughput mode. Returns the ranks that are left.
+
+        Ranks and experts keep their numbers; routes to experts of lost ranks are refused, and so
+        are handles from before. Calls that need something new of all ranks, such as another number
+        of experts, raise ferry.UnsupportedError, and so does this on GPUs or over several hosts.
+        """
+        return self._regroup()
+
     def _close(self) -> None:
         self._close_low_latency()
 

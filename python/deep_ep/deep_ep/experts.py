@@ -110,6 +110,17 @@ class Experts(Communicating):
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self._sms: dict[tuple[int, int], int] = {}
 
+    def regroup(self) -> list[int]:
+        """Not in the original. Collective among the ranks that are left, after a call raised
+        ferry.PeerFailedError or PeerLeftError: this buffer goes on without the others, in the
+        memory that is registered. Returns the ranks that are left.
+
+        Ranks and experts keep their numbers; routes to experts of lost ranks are refused, and so
+        are handles from before. Calls that need something new of all ranks, such as another number
+        of experts, raise ferry.UnsupportedError, and so does this on GPUs or over several hosts.
+        """
+        return self._regroup()
+
     def get_physical_domain_size(self) -> tuple[int, int]:
         """Groups of ranks that share memory, and the ranks of one."""
         self._require_living()

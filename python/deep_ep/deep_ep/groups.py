@@ -46,8 +46,8 @@ class Groups:
         )
         # A token for each rank. Where torch makes tensors by itself is for the caller to say, so
         # every tensor here names its own place.
-        everyone = torch.arange(bootstrap.size, device="cpu").reshape(-1, 1)
-        self._to_everyone = self._base.plan(everyone)
+        self._left = list(range(bootstrap.size))
+        self._to_everyone = self._plan_to_everyone()
         said = self.all_gather(struct.pack("=q", memory_bytes))
         self._memory_bytes = max(struct.unpack("=q", one)[0] for one in said)
         self._collectives: dict[torch.device, ferry.Collectives] = {}
@@ -64,9 +64,45 @@ class Groups:
         found = self._of_all.get((num_experts, device))
         if found is None:
             everyone = tuple(range(self._base.size))
+            self._require_all("a new number of experts, or tensors elsewhere")
             found = self.among(everyone, num_experts, device, self.all_gather)
             self._of_all[num_experts, device] = found
+            if self._base.domains == 1:
+                # Should a rank die now, `regroup` knows how many groups all have.
+                self._base.commit(len(self._of_all))
         return found
+
+    def regroup(self) -> list[int]:
+        """Collective among the ranks that are left: all groups go on without the others. Returns
+        who is left. Calls other than of groups that are there take all ranks, and are refused."""
+        if any(device.type != "cpu" for _, device in self._of_all) or self._base.domains > 1:
+            raise ferry.UnsupportedError(
+                f"regroup: rank {self._base.rank}: got a Buffer on GPUs or of several domains; "
+                "expected tensors in CPU memory, on one host; make a new Buffer of those left"
+            )
+        view = self._base.regroup()
+        while True:
+            # One that a rank died in the making of, some have and others do not.
+            for key in list(self._of_all)[view.step :]:
+                del self._made[(*key, tuple(range(self._base.size)))]
+                self._of_all.pop(key).destroy()
+            views = [group.regroup() for group in self._of_all.values()]
+            if all(one.ranks == view.ranks for one in views):
+                break
+            view = self._base.regroup()  # all do: a view is the same on all ranks
+        self._left = view.ranks
+        self._to_everyone = self._plan_to_everyone()
+        return view.ranks
+
+    def _plan_to_everyone(self) -> ferry.Plan:
+        return self._base.plan(torch.tensor(self._left, device="cpu").reshape(-1, 1))
+
+    def _require_all(self, what: str) -> None:
+        if lost := sorted(set(range(self._base.size)) - set(self._left)):
+            raise ferry.UnsupportedError(
+                f"deep_ep: rank {self._base.rank}: ranks {lost} are lost; got a call that needs "
+                f"{what}, which takes all ranks; expected calls as before regroup, or a new Buffer"
+            )
 
     def among(
         self,
@@ -86,6 +122,7 @@ class Groups:
     def collectives(self, device: torch.device, memory_bytes: int = 0) -> ferry.Collectives:
         """Calls on dense tensors that lie there, with so much registered memory at least where they
         are new; collective then."""
+        self._require_all("calls on dense tensors")
         found = self._collectives.get(device)
         if found is None:
             on_gpu = device.type == "cuda"
@@ -104,6 +141,7 @@ class Groups:
         """Collective: rows of bytes of this rank, in CPU memory, which the others read by
         themselves. parts: rows and the bytes of one, the same on all ranks. What is returned first
         is theirs alone, and keeps them."""
+        self._require_all("rows that ranks read by themselves")
         room = sum(
             round_up(rows * row_bytes, _WINDOW_STEP) + _WINDOW_STEP for rows, row_bytes in parts
         )
@@ -123,7 +161,8 @@ class Groups:
         return sum(one.control_bytes + one.arena_bytes + one.latency_bytes for one in held)
 
     def all_gather(self, mine: bytes) -> list[bytes]:
-        """Collective: the bytes of all ranks, in rank order."""
+        """Collective: the bytes of all ranks, in rank order; of a lost one as many zeros as this
+        rank says."""
         sizes = self._swap(torch.tensor([len(mine), 0], device="cpu")).tolist()
         longest = max(size for size, _ in sizes)
         if min(size for size, _ in sizes) < 0 or longest > _MOST_MESSAGE_BYTES:
@@ -133,7 +172,10 @@ class Groups:
         if mine:
             row[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         rows = self._swap(row)
-        return [row[:size].numpy().tobytes() for row, (size, _) in zip(rows, sizes)]
+        said = [bytes(len(mine))] * self._base.size
+        for rank, row, (size, _) in zip(self._left, rows, sizes):
+            said[rank] = row[:size].numpy().tobytes()
+        return said
 
     def destroy(self) -> None:
         """Leave all groups; waits for no peer."""
@@ -159,5 +201,5 @@ class Groups:
         )
 
     def _swap(self, row: torch.Tensor) -> torch.Tensor:
-        tokens = row.expand(self._base.size, -1).contiguous()
+        tokens = row.expand(len(self._left), -1).contiguous()
         return self._base.dispatch(tokens, self._to_everyone).x

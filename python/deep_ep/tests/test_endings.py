@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rank_buffers import ThreadComm, run_ranks
 from rank_processes import free_port
 from reference import make_job
 from throughput_calls import dispatched
 
 import deep_ep
+import ferry
 
 HERE = Path(__file__).parent
 HELPERS = [str(HERE), str(HERE.parents[1] / "tests")]
@@ -90,6 +92,64 @@ def test_a_peer_is_killed() -> None:
     survivor, killed = run(2, survivor, "os.kill(os.getpid(), signal.SIGKILL)")
     assert (survivor.returncode, survivor.stdout) == (0, "over\n"), survivor.stderr
     assert killed.returncode == -9
+
+
+@pytest.mark.parametrize("kind", ["Buffer", "ElasticBuffer"])
+def test_the_others_go_on_when_a_rank_leaves(kind: str) -> None:
+    """With the groups that all have, in their numbers; docs/deep_ep.md has a rank killed."""
+    routes = torch.arange(6).reshape(6, 1)
+    x = torch.arange(6.0).expand(64, 6).t().to(torch.bfloat16).contiguous()
+
+    def exchange(buffer: Any, experts: int, topk_idx: torch.Tensor) -> Any:
+        if kind == "ElasticBuffer":
+            how = {"num_experts": experts, "num_max_tokens_per_rank": 6}
+            rows, _, _, handle, _ = buffer.dispatch(x[: len(topk_idx)], topk_idx, **how)
+        else:
+            per_rank, _, per_expert, there, _ = buffer.get_dispatch_layout(topk_idx, experts)
+            layout = (per_rank, None, there, per_expert, topk_idx)
+            rows, _, _, counts, handle, _ = buffer.dispatch(x[: len(topk_idx)], None, *layout)
+            assert sum(counts) == len(rows)
+        return (rows, handle), buffer.combine(rows, handle)[0]
+
+    def to_ranks(buffer: Any, ranks: list[int]) -> torch.Tensor:
+        if kind == "ElasticBuffer":  # has no dispatch without experts
+            return x.repeat(len(ranks), 1)
+        there = torch.zeros(6, 3, dtype=torch.bool)
+        there[:, ranks] = True
+        sizes = 6 * there[0].int()
+        rows, _, _, counts, *_ = buffer.dispatch(x, None, sizes, None, there, sizes)
+        assert counts == [6 * len(ranks)]
+        return rows
+
+    def rank(comm: ThreadComm) -> None:
+        buffer = getattr(deep_ep, kind)(comm, explicitly_destroy=True)
+        for experts in (6, 12):
+            old, y = exchange(buffer, experts, routes)
+            assert torch.equal(y, x)
+        assert torch.equal(to_ranks(buffer, [0, 1, 2]), x.repeat(3, 1))
+        comm.allgather(None)
+        if comm.Get_rank() == 1:  # in the making of a group, which the others have by then
+            groups = buffer._groups
+            groups.among((0, 1, 2), 9, torch.device("cpu"), groups.all_gather)
+            buffer.destroy()
+            return
+        with pytest.raises((ferry.PeerLeftError, ferry.PeerFailedError), match="rank 1"):
+            exchange(buffer, 9, routes)
+        assert buffer.regroup() == [0, 2]
+        for experts, there in ((6, [0, 1, 4, 5]), (12, [0, 1, 2, 3, 8])):
+            _, y = exchange(buffer, experts, torch.tensor(there).reshape(-1, 1))
+            assert torch.equal(y, x[: len(there)])
+        with pytest.raises(ferry.InvalidArgumentError, match="a plan of epoch 1"):
+            buffer.combine(*old)
+        with pytest.raises(ferry.InvalidArgumentError, match="expert 2 of rank 1"):
+            exchange(buffer, 6, routes)
+        with pytest.raises(ferry.UnsupportedError, match=r"ranks \[1\] are lost"):
+            exchange(buffer, 9, routes)
+        assert buffer.regroup() == [0, 2]  # nothing has failed, and all call it
+        assert torch.equal(to_ranks(buffer, [0, 2]), x.repeat(2, 1))
+        buffer.destroy()
+
+    run_ranks(3, rank)
 
 
 def test_the_interpreter_ends() -> None:

@@ -80,6 +80,10 @@ class BufferBase:
         def __getattr__(self, name: str) -> Any:
             raise absent(type(self).__name__, name)
 
+    def _regroup(self) -> list[int]:
+        self._require_living()
+        return self._groups.regroup()
+
     def _close(self) -> None:
         """Drops what holds the groups' memory, before they are left."""
 
