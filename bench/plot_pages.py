@@ -7,6 +7,7 @@ python bench/plot_pages.py --check    fails if one of them is not what would be 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -120,6 +121,42 @@ def loads(title: str, panels: dict[str, list[list[int]]]) -> str:
     return page(title, y - gap + 26, parts)
 
 
+def deaths(title: str, death: str, runs: dict[str, list], tokens: int) -> str:
+    """Tokens a second of new steps over time, in windows; a rank dies at 0. Tokens of a step are
+    spread over the time since the step before."""
+    begin, end, window = -4.0, 8.0, 0.25
+    right, bottom = WIDTH - LEGEND, HEIGHT - BOTTOM
+    rates: dict[str, list[float]] = {}
+    for name, steps in runs.items():
+        rates[name] = [0.0] * round((end - begin) / window)
+        for (before, _, _), (at, _, _) in itertools.pairwise(steps):
+            for k in range(len(rates[name])):
+                first = begin + k * window
+                shared = min(at, first + window) - max(before, first)
+                rates[name][k] += max(shared, 0) * tokens / (at - before) / window
+    tick = nice_step(max(map(max, rates.values())))
+    top = tick * math.ceil(max(map(max, rates.values())) / tick)
+    scale = (right - LEFT) / (end - begin)
+    parts = [text((LEFT + right) / 2, HEIGHT - 10, "seconds", "middle")]
+    for i in range(round(top / tick) + 1):
+        y = bottom - (bottom - TOP) * i * tick / top
+        parts += [line(LEFT, y, right, y, "#e3e2e0"), text(LEFT - 6, y + 4, f"{i * tick:g}", "end")]
+    for second in range(int(begin), int(end) + 1, 2):
+        parts.append(text(LEFT + (second - begin) * scale, bottom + 16, f"{second}", "middle"))
+    zero = LEFT - begin * scale
+    parts += [line(zero, TOP, zero, bottom, COLOURS[5]), text(zero + 5, TOP + 12, death)]
+    for i, (name, values) in enumerate(rates.items()):
+        colour, y = COLOURS[i], TOP + 14 + 20 * i
+        way = " ".join(
+            f"{LEFT + (window * (k + at)) * scale:.1f},{bottom - (bottom - TOP) * rate / top:.1f}"
+            for k, rate in enumerate(values)
+            for at in (0, 1)
+        )
+        parts.append(f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts += [box(right + 14, y - 9, 10, 10, colour), text(right + 30, y, name)]
+    return page(title, HEIGHT, parts)
+
+
 def timeline(title: str, runs: dict[str, list]) -> str:
     """Of rank 0: a row for each stream of each run, a box for each kernel."""
     names = {"product": COLOURS[4], "dispatch": COLOURS[0], "combine": COLOURS[1]}
@@ -208,6 +245,16 @@ def plots() -> dict[str, str]:
     drawn["balance_loads"] = loads(
         "Slots of routes that each of 8 ranks works on, over the mean, in a training",
         {"experts where they live": found["before"], "with copies": found["after"]},
+    )
+    found = json.loads((RESULTS / "8ranks_elastic.json").read_text(encoding="utf-8"))
+    drawn["elastic"] = deaths(
+        f"New tokens a second, {found['ranks']} ranks on {found['cores']} cores",
+        "rank 3 is killed",
+        {
+            "ferry run --elastic": found["runs"]["ferry"]["steps"],
+            "torchrun, checkpoint": found["runs"]["torchrun"]["steps"],
+        },
+        found["tokens"],
     )
     return drawn
 

@@ -25,7 +25,8 @@ LOSSES = (ferry.PeerFailedError, ferry.PeerLeftError, ferry.DeadlineExceededErro
 class Trainer:
     """One rank: its experts' weights, and what it exchanges them with."""
 
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, deadline: float, row_seconds: float = 0.0) -> None:
+        self.row_seconds = row_seconds  # that a GPU would compute on each row
         self.boot = ferry.from_environment(deadline=deadline)
         self.deadline = deadline
         self.group = ferry.Group(
@@ -79,6 +80,7 @@ class Trainer:
         x, routes = x[share], routes[share]
         plan = self.group.plan(self.placement.places(routes, self.group.rank))
         got = self.group.dispatch(x, plan)
+        time.sleep(self.row_seconds * len(got.x))
         experts = np.array(self.placement.held_by(self.group.rank))[got.topk_idx[:, 0]]
         y = np.empty(got.x.shape, np.float64)
         for expert in set(experts.tolist()):
@@ -109,6 +111,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=0.0, help="that a step takes at least")
+    parser.add_argument(
+        "--row-seconds", type=float, default=0.0, help="and on each row of a rank, as on a GPU"
+    )
     parser.add_argument("--until-whole", action="store_true", help="then on, until all are back")
     parser.add_argument("--deadline", type=float, default=20.0)
     parser.add_argument(
@@ -119,7 +124,7 @@ def main() -> None:
         help="at this step; +STEP: so many after all were back",
     )
     given = parser.parse_args()
-    trainer = Trainer(given.deadline)
+    trainer = Trainer(given.deadline, given.row_seconds)
     view = trainer.group.view()
     changed = True
     was_lost = trainer.boot.joins
