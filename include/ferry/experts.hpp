@@ -114,9 +114,15 @@ class BatchBalancer {
   /// Throws Error(invalid_argument) before `fetching` or `fetched`: no token goes to a copy that
   /// may be missing.
   Tensor places(const ConstTensorView& topk_idx, int rank) const;
+  /// The same for routes in memory that this does not read, as of a GPU: i64
+  /// [2, experts + ranks · slots], places and how many of the slots of `rank` go to each. Its slots
+  /// that name an expert, sorted by it (stably), go to the places in this order. Throws as `places`.
+  Tensor shares(int rank) const;
 
  private:
+  void check_places(const char* call, int rank) const;
   std::int64_t place_of(std::int64_t expert) const;
+  std::int64_t slot_place(std::int64_t copy) const;
 
   std::int64_t experts_;
   int ranks_;

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from ferry import _ferry
 from ferry.arguments import INT32_MAX, flag, integer
-from ferry.tensors import array, view
+from ferry.tensors import NUMPY, array, view
 
 
 class ExpertPlacement:
@@ -90,6 +91,10 @@ class BatchBalancer:
     Weights may come while tokens go out: `fetching` once they are on their way, and `fetched`
     before anything is computed with a copy.
 
+    topk_idx and counts may be torch tensors on a GPU; `counts` and `places` return such then, and
+    only `plan` waits for the GPU, as it reads the counts. There `places` does not compare the
+    routes with the counts, and an id that is no expert is found by `Group.plan`.
+
     Gradients that slots hold belong to the experts of `table`. `ferry.torch.ExpertParallel` does
     all of it with `balance=slots`.
 
@@ -155,6 +160,10 @@ class BatchBalancer:
 
     def counts(self, topk_idx: Any) -> Any:
         """i32 [experts]: how many slots of the routes, i64 or i32 [T, K], name each expert."""
+        if _on_gpu(topk_idx):
+            from ferry import torch_places
+
+            return torch_places.count(topk_idx, self.experts)
         raw, like = view("counts: topk_idx", topk_idx, expected="i64 or i32")
         return array(self._raw.counts(raw), like)
 
@@ -170,6 +179,8 @@ class BatchBalancer:
         again: a batch of the last 64 with the same counts is computed once more, as by activation
         checkpointing: its tokens go where they went. Of several, the newest of those that were
         computed again least often. Raises `InvalidArgumentError` where there is none."""
+        if _on_gpu(counts):
+            counts = counts.cpu()
         self._raw.plan(view("plan: counts", counts, expected="i32")[0], flag("plan: again", again))
 
     def fetching(self) -> None:
@@ -186,8 +197,21 @@ class BatchBalancer:
         that were counted. Tokens go home first, then to copies in ascending rank, in ascending
         order. Raises `InvalidArgumentError` before `fetching` or `fetched`: no token goes to a copy
         that may be missing."""
+        rank = integer("places: rank", rank, 0, self.ranks - 1)
+        if _on_gpu(topk_idx):
+            import torch
+
+            from ferry import torch_places
+
+            return torch_places.place(topk_idx, self.experts, torch.from_numpy(self.shares(rank)))
         raw, like = view("places: topk_idx", topk_idx, expected="i64 or i32")
-        return array(self._raw.places(raw, integer("places: rank", rank, 0, self.ranks - 1)), like)
+        return array(self._raw.places(raw, rank), like)
+
+    def shares(self, rank: int) -> Any:
+        """`places` for routes that are elsewhere: i64 [2, group_experts], places and how many of
+        the slots of `rank` go to each. Its slots that name an expert, sorted by it (stably), go to
+        the places in this order."""
+        return array(self._raw.shares(integer("shares: rank", rank, 0, self.ranks - 1)), NUMPY)
 
     def _rows(self, flat: list[int]) -> list[list[int]]:
         return [flat[at : at + self.slots] for at in range(0, len(flat), self.slots)]
@@ -196,3 +220,8 @@ class BatchBalancer:
         return (
             f"ferry.BatchBalancer({self.experts} experts, {self.ranks} ranks, {self.slots} slots)"
         )
+
+
+def _on_gpu(x: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor) and x.is_cuda

@@ -46,7 +46,8 @@ void bind_experts(nb::module_& m) {
       .def_prop_ro("plan_id", &BatchBalancer::plan_id)
       .def("places", [](const BatchBalancer& b, const View& topk_idx, int rank) {
         return HeldTensor(b.places(topk_idx.read(), rank));
-      });
+      })
+      .def("shares", [](const BatchBalancer& b, int rank) { return HeldTensor(b.shares(rank)); });
 }
 
 }  // namespace ferry::python

@@ -200,6 +200,37 @@ def test_ranks_exchange_nothing_but_counts() -> None:
     )
 
 
+def test_places_by_operators_of_torch_are_the_same() -> None:
+    """What routes on GPUs take."""
+    import torch
+
+    from ferry import torch_places
+
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        balancer = ferry.BatchBalancer(experts=12, ranks=4, slots=2)
+        hot = [min(int(random.integers(1, 12)), 3 + rank) for rank in range(4)]
+        routes = [torch.from_numpy(random.integers(-1, most, (30, 3))) for most in hot]
+        counts = [balancer.counts(each) for each in routes]
+        for each, of_rank in zip(routes, counts):
+            assert torch.equal(torch_places.count(each, 12), of_rank)
+        balancer.plan(torch.stack(counts))
+        balancer.fetched()
+        for rank, each in enumerate(routes):
+            shares = torch.from_numpy(balancer.shares(rank))
+            assert shares[1].sum() == (each >= 0).sum()
+            places = torch_places.place(each.int(), 12, shares)
+            assert torch.equal(places, balancer.places(each, rank))
+        bad = routes[0].clone()
+        bad[0] = torch.tensor([12, -2, 7])
+        none = torch_places.NO_EXPERT
+        assert torch_places.count(bad[:1], 12).sum() == 1
+        shares = torch.tensor([[5], [0]])
+        assert torch_places.place(bad[:1], 12, shares)[0].tolist() == [none, none, -1]
+    with pytest.raises(ferry.InvalidArgumentError, match="3 slots; expected as many"):
+        torch_places.place(bad[:1], 12, torch.tensor([[5], [4]]))
+
+
 def test_what_is_refused() -> None:
     wrong = ferry.InvalidArgumentError
     with pytest.raises(wrong, match=r"experts.*9.*a multiple of 4"):
@@ -210,5 +241,7 @@ def test_what_is_refused() -> None:
         balancer.plan(np.zeros((3, 8), np.int32))
     with pytest.raises(wrong, match="rank"):
         balancer.invalidate(4)
+    with pytest.raises(wrong, match="shares: the plan: got none"):
+        balancer.shares(0)
     with pytest.raises(wrong, match="topk_idx"):
         balancer.counts(np.zeros(3, np.float32))

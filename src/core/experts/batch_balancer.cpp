@@ -208,17 +208,54 @@ std::int64_t BatchBalancer::place_of(std::int64_t expert) const {
   return expert / each * (each + slots_) + expert % each;
 }
 
-Tensor BatchBalancer::places(const ConstTensorView& topk_idx, int rank) const {
-  constexpr const char* kCall = "places";
+std::int64_t BatchBalancer::slot_place(std::int64_t copy) const {
+  const std::int64_t each = experts_ / ranks_;
+  return copy / slots_ * (each + slots_) + each + copy % slots_;
+}
+
+void BatchBalancer::check_places(const char* call, int rank) const {
   if (rank < 0 || rank >= ranks_) {
-    refuse(kCall, "rank", std::to_string(rank), "0 … " + std::to_string(ranks_ - 1));
+    refuse(call, "rank", std::to_string(rank), "0 … " + std::to_string(ranks_ - 1));
   }
   using State = CopySlots<>::State;
   const State state = slots_held_->state();
   if (state == State::none || state == State::missing) {
-    refuse(kCall, "the plan", state == State::none ? "none" : "copies that are not fetched yet",
+    refuse(call, "the plan", state == State::none ? "none" : "copies that are not fetched yet",
            "plan(counts), weights in the slots of fetches(), then fetched()");
   }
+}
+
+Tensor BatchBalancer::shares(int rank) const {
+  check_places("shares", rank);
+  const BatchPlan& plan = history_->current().plan;
+  const std::int32_t* counts = history_->current().counts.data() + rank * experts_;
+  // By expert: its own place first, then its copies in ascending rank and slot.
+  std::vector<std::vector<std::int64_t>> copies(index(experts_));
+  for (std::size_t copy = 0; copy < plan.table.size(); ++copy) {
+    if (plan.table[copy] >= 0) {
+      copies[index(plan.table[copy])].push_back(static_cast<std::int64_t>(copy));
+    }
+  }
+  const std::size_t all = index(group_experts());
+  std::vector<std::int64_t> made(2 * all);
+  std::size_t at = 0;
+  for (std::int64_t expert = 0; expert < experts_; ++expert) {
+    const std::size_t home = at++;
+    made[home] = place_of(expert);
+    made[all + home] = counts[expert];
+    for (const std::int64_t copy : copies[index(expert)]) {
+      const std::int32_t share = plan.quota[index(copy * ranks_ + rank)];
+      made[at] = slot_place(copy);
+      made[all + at++] = share;
+      made[all + home] -= share;
+    }
+  }
+  return held_tensor(std::move(made), {2, group_experts()});
+}
+
+Tensor BatchBalancer::places(const ConstTensorView& topk_idx, int rank) const {
+  constexpr const char* kCall = "places";
+  check_places(kCall, rank);
   const std::vector<std::int32_t>& counts = history_->current().counts;
   const BatchPlan& plan = history_->current().plan;
   const std::vector<std::int32_t> routes = checked_routes(kCall, topk_idx, experts_);
@@ -234,14 +271,11 @@ Tensor BatchBalancer::places(const ConstTensorView& topk_idx, int rank) const {
            std::to_string(*wanted) + ", as the counts of rank " + std::to_string(rank) + " say");
   }
   Quotas quotas(plan, ranks_, counted, rank);
-  const std::int64_t each = experts_ / ranks_;
   std::vector<std::int64_t> places;
   places.reserve(routes.size());
   for (const std::int32_t expert : routes) {
     const int copy = expert < 0 ? -1 : quotas.next(expert);
-    places.push_back(expert < 0 ? -1
-                     : copy < 0 ? place_of(expert)
-                                : copy / slots_ * (each + slots_) + each + copy % slots_);
+    places.push_back(expert < 0 ? -1 : copy < 0 ? place_of(expert) : slot_place(copy));
   }
   return held_tensor(std::move(places), {topk_idx.shape[0], topk_idx.shape[1]});
 }
