@@ -86,8 +86,9 @@ class Copies:
             got = f"rank {ranks.rank} of {ranks.size}"
             expected = f"rank {group.rank} of {group.size}, as of the group"
             refuse(f"{call}: collectives", got, expected)
-        if group.device != "cpu":
-            refuse(f"{call}: balance", f"a group on {group.device}", "one on CPUs, so far")
+        device = "cpu" if ranks._gpu is None else f"cuda:{ranks._gpu}"
+        if group.device != device:
+            refuse(f"{call}: collectives", f"some on {device}", f"{group.device}, as of the group")
         self.slots = integer(f"{call}: balance", slots, 1)
         self.local, rest = divmod(group.experts, group.size)
         self.local -= slots
@@ -95,7 +96,7 @@ class Copies:
             got = f"a group of {group.experts} experts on {group.size} ranks"
             expected = f"experts=n * {group.size}, n - {slots} experts of the layer on each rank"
             refuse(f"{call}: balance", got, expected)
-        self.ranks = ranks
+        self.ranks, self.device = ranks, device
         if ranks not in _streams:
             _streams[ranks] = _ferry.Stream()
         self.stream = _streams[ranks]
@@ -155,12 +156,14 @@ class Copies:
             settings = ", ".join(f"{name}={value}" for name, value in self._balancing.items())
             agree(self.ranks, "ExpertParallel", settings)
             self._agreed = True
-        message = torch.empty(balancer.experts + 2, dtype=torch.int32)
-        message[:-2] = balancer.counts(topk_idx)
+        counts = balancer.counts(topk_idx)
+        message = counts.new_empty(balancer.experts + 2)
+        message[:-2] = counts
         message[-2] = changed
         message[-1] = zlib.crc32("\n".join(said).encode()) >> 1
-        every = torch.empty(size, len(message), dtype=torch.int32)
+        every = message.new_empty(size, len(message))
         self.ranks.all_gather(message, every)
+        every = every.cpu()
         if (every[:, -1] != every[0, -1]).any():
             self._refuse_parameters(said)
         for rank in every[:, -2].nonzero().flatten().tolist():
@@ -285,7 +288,7 @@ class _Batch:
     ) -> None:
         self.names = list(parameters)
         self.trained = [tensor.requires_grad for tensor in parameters.values()]
-        self._copies, self._table = copies, table
+        self._copies, self._table, self.device = copies, table, copies.device
         self._of = [(tensor.shape, tensor.dtype) for tensor in parameters.values()]
         self._sums: list[tuple[Tensor, _ferry.Event] | None] = []
         first = copies.ranks.rank * copies.local
@@ -302,9 +305,12 @@ class _Batch:
                 self._sums.append(None)
                 continue
             width = shape[1:].numel()
-            slots = torch.zeros(copies.slots, width) if grad is None else grad.reshape(-1, width)
-            sums = (torch.zeros if self._copied else torch.empty)(copies.local, width)
-            given = slots.float().contiguous(), sums, self._table
+            if grad is None:
+                grad = torch.zeros(copies.slots, width, device=self.device)
+            sums = (torch.zeros if self._copied else torch.empty)(
+                copies.local, width, device=self.device
+            )
+            given = grad.reshape(-1, width).float().contiguous(), sums, self._table
             self._sums.append((sums, reduce_experts(copies.ranks, *given, stream=copies.stream)))
 
     def end_sums(self) -> list[Tensor | None]:
@@ -325,7 +331,9 @@ class _Owned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, batch: _Batch, *parameters: Tensor) -> Tensor:
         ctx.batch = batch
-        return torch.empty(0)
+        # On the device of all others: autograd runs each device in a thread of its own, and the
+        # order of collective calls would be any.
+        return torch.empty(0, device=batch.device)
 
     @staticmethod
     @once_differentiable
@@ -348,7 +356,7 @@ class _Copied(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ctx.batch.begin_sums(grads)
-        return None, None, torch.empty(0)
+        return None, None, torch.empty(0, device=ctx.batch.device)
 
 
 class _Joined(torch.autograd.Function):

@@ -72,10 +72,11 @@ def reduce_scatter(ranks: Collectives, out: torch.Tensor, whole: torch.Tensor, o
 def agree(ranks: Collectives, call: str, what: str) -> None:
     """Collective. Raises MismatchError on all ranks unless all say the same: of what Ferry itself
     does not see in the calls that carry it."""
-    said = torch.zeros((ranks.size, _SAID), dtype=torch.uint8)
+    device = "cpu" if ranks._gpu is None else f"cuda:{ranks._gpu}"
+    said = torch.zeros((ranks.size, _SAID), dtype=torch.uint8, device=device)
     mine = torch.frombuffer(bytearray(what.encode()[:_SAID].ljust(_SAID)), dtype=torch.uint8)
-    ranks.all_gather(mine, said.view(-1))
-    for rank, theirs in enumerate(said):
+    ranks.all_gather(mine.to(device), said.view(-1))
+    for rank, theirs in enumerate(said.cpu()):
         if not torch.equal(theirs, mine):
             text = bytes(theirs.tolist()).decode(errors="replace").strip()
             raise MismatchError(

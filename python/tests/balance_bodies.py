@@ -28,32 +28,36 @@ class Experts(nn.Module):
         self.scale, self.mix = nn.Parameter(scale.float()), nn.Parameter(mix.float())
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        blocks = zip(rows.tensor_split(offsets[1:-1]), self.scale, self.mix)
+        blocks = zip(rows.tensor_split(offsets[1:-1].cpu()), self.scale, self.mix)
         return torch.cat([block @ mix + block * scale for block, scale, mix in blocks])
 
 
-def routes(rank: int, step: int, share: float) -> Tensor:
+def routes(rank: int, step: int, share: float, ranks: int = RANKS) -> Tensor:
     """A share of the slots names experts of rank 0 (later steps: of rank 1), and so that rank has
-    share * RANKS of the mean load. The others name any; some name none."""
+    share * ranks of the mean load. The others name any; some name none."""
     make = torch.Generator().manual_seed(1000 * step + rank)
-    anyone = torch.randint(-1, EXPERTS, (TOKENS, TOPK), generator=make)
-    busy = step // 3 * LOCAL + torch.randint(0, LOCAL, (TOKENS, TOPK), generator=make)
+    anyone = torch.randint(-1, ranks * LOCAL, (TOKENS, TOPK), generator=make)
+    busy = step // 3 % ranks * LOCAL + torch.randint(0, LOCAL, (TOKENS, TOPK), generator=make)
     return torch.where(torch.rand(TOKENS, TOPK, generator=make) < share, busy, anyone)
 
 
 class Pair:
     """A layer with copies and one without, with the same weights, on one rank."""
 
-    def __init__(self, bootstrap: Any, **options: Any) -> None:
-        rank = bootstrap.rank
-        self.ranks = ferry.Collectives(bootstrap, deadline=20)
-        self.plain_group = ferry.Group(bootstrap, experts=EXPERTS, deadline=20)
-        self.group = ferry.Group(bootstrap, experts=EXPERTS + RANKS * SLOTS, deadline=20)
+    def __init__(
+        self, bootstrap: Any, where: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        common: dict[str, Any] = {"deadline": 20.0} | (where or {})
+        self.ranks = ferry.Collectives(bootstrap, **common)
+        rank, size = self.ranks.rank, self.ranks.size
+        self.plain_group = ferry.Group(bootstrap, experts=size * LOCAL, **common)
+        self.group = ferry.Group(bootstrap, experts=size * (LOCAL + SLOTS), **common)
+        self.device = torch.device(self.group.device)
         rest = {name: value for name, value in options.items() if name != "copy_rows"}
-        self.plain = ft.ExpertParallel(self.plain_group, Experts(rank), **rest)
+        self.plain = ft.ExpertParallel(self.plain_group, Experts(rank).to(self.device), **rest)
         self.balanced = ft.ExpertParallel(
             self.group,
-            Experts(rank),
+            Experts(rank).to(self.device),
             **{"balance": SLOTS, "collectives": self.ranks, "copy_rows": 0} | options,
         )
 
@@ -67,9 +71,63 @@ def step(layer: ft.ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor) -> l
     """The result and all gradients."""
     leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
     y = layer(leaves[0], ids, leaves[1])
-    (y * torch.arange(HIDDEN) % 3).sum().backward()
+    (y * torch.arange(HIDDEN, device=y.device) % 3).sum().backward()
     grads = [leaf.grad for leaf in (*leaves, *layer.experts.parameters())]
     return [y.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def over_mean(load: list[int]) -> float:
+    return max(load) * len(load) / sum(load)
+
+
+def training(pair: Pair, skew: float, steps: int) -> None:
+    """All numbers are whole, so sums are exact in any order: results, losses, gradients and weights
+    after each step are those of the layer without copies, bit for bit."""
+    balancer = pair.balanced.balancer
+    assert balancer is not None
+    rank, size = pair.group.rank, pair.group.size
+    for at in range(steps):
+        make = torch.Generator().manual_seed(rank)
+        x = torch.randint(-2, 3, (TOKENS, HIDDEN), generator=make).float()
+        weights = torch.randint(1, 3, (TOKENS, TOPK), generator=make).float()
+        given = x, routes(rank, at, skew / size, size), weights
+        x, ids, weights = (each.to(pair.device) for each in given)
+        plain = step(pair.plain, x, ids, weights)
+        balanced = step(pair.balanced, x, ids, weights)
+        assert len(plain) == len(balanced) == 5
+        for one, other in zip(plain, balanced):
+            assert torch.equal(one, other)
+        assert over_mean(balancer.load) < 1.03  # of 48 slots a rank one is 2 percent
+        for layer in (pair.plain, pair.balanced):
+            with torch.no_grad():  # weights differ in the next step
+                for parameter in layer.experts.parameters():
+                    parameter += (parameter.grad > 0).float()
+                    parameter.grad = None
+
+
+def decoding(pair: Pair) -> None:
+    """Copies serve again."""
+    balancer = pair.balanced.balancer
+    assert balancer is not None
+    rank, size = pair.group.rank, pair.group.size
+    make = torch.Generator().manual_seed(rank)
+    weights = torch.ones(TOKENS, TOPK, device=pair.device)
+    for at in (0, 1, 3, 4):
+        x = torch.randint(-2, 3, (TOKENS, HIDDEN), generator=make).float().to(pair.device)
+        ids = routes(rank, at, 0.5, size).to(pair.device)
+        plain = pair.plain.decode(x, ids, weights)
+        assert torch.equal(plain, pair.balanced.decode(x, ids, weights))
+        assert over_mean(balancer.load) < 1.03
+        ahead = pair.balanced.decode(x, ids, weights, meanwhile=lambda: None)
+        assert torch.equal(plain, ahead)
+        assert not any(e >= 0 for row in balancer.fetches for e in row)
+
+
+def on_either_engine(boot: Any, where: dict[str, Any], body: Any, arguments: Any, _: Any) -> Any:
+    """For RankProcesses: one body on this rank, with a pair of layers."""
+    pair = Pair(boot, where, decode_tokens=TOPK * TOKENS)
+    body(pair, *arguments)
+    pair.close()
 
 
 def die_in_call(calls: int, during: bool) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import balance_bodies as bodies
 import pytest
 import torch
-from rank_processes import free_port
+from gpus import needs_gpu
+from rank_processes import RankProcesses, free_port
 from rank_threads import run_threads
 from torch.utils.checkpoint import checkpoint
 
@@ -19,40 +20,30 @@ import ferry.torch as ft
 from ferry.torch_balance import _Seen
 
 
-def over_mean(load: list[int]) -> float:
-    return max(load) * len(load) / sum(load)
-
-
 @pytest.mark.parametrize("options", [{}, {"alignment": 4}], ids=str)
 @pytest.mark.parametrize("skew", [4, 8])
 def test_training_gives_the_same_bits(skew: int, options: dict[str, Any]) -> None:
-    """All numbers are whole, so sums are exact in any order: results, losses, gradients and weights
-    after each step are those of the layer without copies, bit for bit."""
     bootstraps = ferry.threads(bodies.RANKS)
 
     def one(rank: int) -> None:
         pair = bodies.Pair(bootstraps[rank], **options)
-        balancer = pair.balanced.balancer
-        assert balancer is not None
-        for step in range(6):
-            make = torch.Generator().manual_seed(rank)
-            x = torch.randint(-2, 3, (bodies.TOKENS, bodies.HIDDEN), generator=make).float()
-            weights = torch.randint(1, 3, (bodies.TOKENS, bodies.TOPK), generator=make).float()
-            ids = bodies.routes(rank, step, skew / bodies.RANKS)
-            plain = bodies.step(pair.plain, x, ids, weights)
-            balanced = bodies.step(pair.balanced, x, ids, weights)
-            assert len(plain) == len(balanced) == 5
-            for one, other in zip(plain, balanced):
-                assert torch.equal(one, other)
-            assert over_mean(balancer.load) < 1.03  # of 48 slots a rank one is 2 percent
-            for layer in (pair.plain, pair.balanced):
-                with torch.no_grad():  # weights differ in the next step
-                    for parameter in layer.experts.parameters():
-                        parameter += (parameter.grad > 0).float()
-                        parameter.grad = None
+        bodies.training(pair, skew, 6)
         pair.close()
 
     run_threads(bodies.RANKS, one)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_on_gpus(size: int) -> None:
+    """Ranks are processes, which may share a GPU."""
+    processes = RankProcesses(size, "cuda", bodies.on_either_engine)
+    try:
+        processes.run(bodies.training, 0.8 * size, 6)
+        processes.run(bodies.decoding)
+    finally:
+        processes.stop()
 
 
 def test_losses_of_a_training_in_floats() -> None:
@@ -423,19 +414,7 @@ def test_decode_is_balanced_too() -> None:
 
     def one(rank: int) -> None:
         pair = bodies.Pair(bootstraps[rank], decode_tokens=bodies.TOKENS)
-        balancer = pair.balanced.balancer
-        assert balancer is not None
-        make = torch.Generator().manual_seed(rank)
-        weights = torch.ones(bodies.TOKENS, bodies.TOPK)
-        for step in (0, 1, 3, 4):
-            x = torch.randint(-2, 3, (bodies.TOKENS, bodies.HIDDEN), generator=make).float()
-            ids = bodies.routes(rank, step, 0.5)
-            plain = pair.plain.decode(x, ids, weights)
-            assert torch.equal(plain, pair.balanced.decode(x, ids, weights))
-            assert over_mean(balancer.load) < 1.03
-            ahead = pair.balanced.decode(x, ids, weights, meanwhile=lambda: None)
-            assert torch.equal(plain, ahead)
-            assert not any(e >= 0 for row in balancer.fetches for e in row)  # they serve again
+        bodies.decoding(pair)
         pair.close()
 
     run_threads(bodies.RANKS, one)
