@@ -2,22 +2,23 @@
 
     python bench/balanced_exchange.py [--device cpu|cuda] [--tokens 4096] [--json FILE]
 
-Every rank is a process, on GPUs one for each. Skewed routes are Zipf's: expert number n of a shuffled
-order is chosen with weight n**-zipf, a token's top-k are different experts. Contenders, in turn in
-each sample, in both orders of rows:
+Every rank is a process, on GPUs one for each. Skewed routes are Zipf's: expert number n of a
+shuffled order is chosen with weight n**-zipf, a token's top-k are different experts. Contenders, in
+turn in each sample, in both orders of rows:
 
     uniform     routes without skew, no copies
     skewed      no copies
     balanced    the same routes, copies by ferry.BatchBalancer, which are there already
 
-and each once more with all that its plan takes: for all `Group.plan`, and for balanced before it the
-counts, their all-gather, the plan of copies and the places of the routes. The sums are checked
+and each once more with all that its plan takes: for all `Group.plan`, and for balanced before it
+the counts, their all-gather, the plan of copies and the places of the routes. The sums are checked
 before anything is timed. A sample is the slowest rank's time; on GPUs it is `--chain` exchanges
 between two CUDA events, divided, after an all-reduce.
 
-Then the moves: all copies of one plan are fetched, and their gradients (f32) added up, beside a copy
-of as many bytes between two buffers of a rank's own, all ranks at once. `--experts-kib` is the size of
-an expert. On CPUs the experts are in registered memory.
+Then the moves: every rank fetches `--slots` experts of the next one, and gradients (f32) of as many
+copies are added up, beside a copy of as many bytes between two buffers of a rank's own, all ranks
+at once; of the best samples. `--experts-kib` is the size of an expert. All are in registered
+memory, which is shared on CPUs.
 
 A rank that takes longer than `--limit` seconds in all says where it is, and ends.
 """
@@ -99,9 +100,7 @@ class Rank:
         self.args = args
         self.host = ferry.Collectives(boot, deadline=20)
         self.rank, self.size = self.host.rank, self.host.size
-        self.balancer = ferry.BatchBalancer(
-            experts=args.experts, ranks=self.size, slots=args.slots
-        )
+        self.balancer = ferry.BatchBalancer(experts=args.experts, ranks=self.size, slots=args.slots)
         self.local = args.experts // self.size
         self.dtype = torch.bfloat16 if on_gpu else torch.float32
         most = args.tokens * args.topk * args.hidden * self.dtype.itemsize
@@ -112,10 +111,8 @@ class Rank:
             memory_bytes=max(64 << 20, 2 * self.size * most if on_gpu else 0),
             **on_gpu,
         )
-        moved = (self.local + args.slots) * args.experts_kib << 10
-        self.ranks = ferry.Collectives(
-            boot, deadline=20, memory_bytes=2 * moved + (64 << 20), **on_gpu
-        )
+        moved = (self.local + 3 * args.slots) * args.experts_kib << 10
+        self.ranks = ferry.Collectives(boot, deadline=20, memory_bytes=moved + (64 << 20), **on_gpu)
         make = torch.Generator().manual_seed(100 + self.rank)
         x = torch.randint(-4, 5, (args.tokens, args.hidden), generator=make)
         self.x = x.to(self.device, self.dtype)
@@ -185,8 +182,10 @@ class Rank:
         self.host.all_gather(mine, every)
         return every
 
-    def medians(self, calls: dict[str, Callable[[], object]], chain: int) -> dict[str, float]:
-        """Microseconds of the slowest rank."""
+    def times(
+        self, calls: dict[str, Callable[[], object]], chain: int, of: Any = statistics.median
+    ) -> dict[str, float]:
+        """Microseconds of the slowest rank: the median of all samples, or another figure."""
         import torch
 
         times: dict[str, list[float]] = {name: [] for name in calls}
@@ -196,7 +195,24 @@ class Rank:
                 if sample >= 0:
                     times[name].append(took)
         slowest = self.gathered(torch.tensor(list(times.values()))).amax(0)
-        return {n: statistics.median(t) * 1e6 for n, t in zip(times, slowest.tolist())}
+        return {n: of(t) * 1e6 for n, t in zip(times, slowest.tolist())}
+
+
+def contenders(
+    rank: Rank, places: dict[str, Any], plans: dict[str, Any], order: str
+) -> dict[str, Callable[[], object]]:
+    """What is timed."""
+    calls: dict[str, Callable[[], object]] = {}
+    for name, plan in plans.items():
+        calls[name] = lambda plan=plan: rank.exchange(plan, order)
+    for name, each in places.items():
+        calls[f"{name}, plan included"] = lambda each=each: rank.exchange(
+            rank.group.plan(each), order
+        )
+    calls["balanced, plan included"] = lambda: rank.exchange(
+        rank.group.plan(rank.balanced_places()), order
+    )
+    return calls
 
 
 def measure_exchange(rank: Rank) -> dict[str, Any]:
@@ -214,18 +230,8 @@ def measure_exchange(rank: Rank) -> dict[str, Any]:
         load = rank.gathered(torch.bincount(owner, minlength=rank.size)).sum(0)
         over[name] = load.max().item() / load.double().mean().item()
     for order in ORDERS:
-        calls: dict[str, Callable[[], object]] = {}
-        for name, plan in plans.items():
-            calls[name] = lambda plan=plan: rank.exchange(plan, order)
-        for name, each in places.items():
-            calls[f"{name}, plan included"] = lambda each=each: rank.exchange(
-                rank.group.plan(each), order
-            )
-        calls["balanced, plan included"] = lambda: rank.exchange(
-            rank.group.plan(rank.balanced_places()), order
-        )
-        found[order] = rank.medians(calls, rank.args.chain)
-    alone = rank.medians({"places": rank.balanced_places}, rank.args.chain)
+        found[order] = rank.times(contenders(rank, places, plans, order), rank.args.chain)
+    alone = rank.times({"places": rank.balanced_places}, rank.args.chain)
     return {"us": found, "heaviest_over_mean": over, "balance_alone_us": alone["places"]}
 
 
@@ -235,16 +241,19 @@ def measure_moves(rank: Rank) -> dict[str, Any]:
 
     from ferry.torch import copy_experts, reduce_experts
 
-    args, table = rank.args, rank.balancer.table
+    args, size = rank.args, rank.size
+    table = [
+        [(owner + 1) % size * rank.local + slot for slot in range(args.slots)]
+        for owner in range(size)
+    ]
     width = args.experts_kib * 256
     empty = rank.ranks.empty
     experts, slots = (empty((n, width), torch.float32) for n in (rank.local, args.slots))
     experts.fill_(rank.rank)
     slots.fill_(0)
     grads = slots if args.device == "cpu" else torch.zeros_like(slots)
-    named = [expert for row in table for expert in row if expert >= 0]
-    mine = sum(expert >= 0 for expert in table[rank.rank])
-    own = torch.zeros(2, mine * width, device=rank.device)
+    own = empty((2, args.slots * width), torch.float32)
+    own.fill_(0)
     calls: dict[str, Callable[[], object]] = {
         "copy": lambda: own[0].copy_(own[1]),
         "fetch": lambda: copy_experts(rank.ranks, experts, slots, table),
@@ -252,12 +261,11 @@ def measure_moves(rank: Rank) -> dict[str, Any]:
     }
     copy_experts(rank.ranks, experts, slots, table)
     for slot, expert in enumerate(table[rank.rank]):
-        if expert >= 0 and not (slots[slot] == expert // rank.local).all():
+        if not (slots[slot] == expert // rank.local).all():
             raise SystemExit(f"rank {rank.rank}: slot {slot} holds another expert")
     slots.zero_()  # what is added
-    took = rank.medians({n: c for n, c in calls.items() if n != "fetch"}, 1)
-    took |= rank.medians({n: c for n, c in calls.items() if n != "reduce"}, 1)
-    bytes_ = len(named) * width * 4
+    took = rank.times(calls, 1, min)
+    bytes_ = size * args.slots * width * 4
     return {"bytes": bytes_, "gbps": {name: bytes_ / us * 1e-3 for name, us in took.items()}}
 
 

@@ -72,9 +72,10 @@ class BatchBalancer {
  public:
   /// `experts`: a multiple of `ranks`. `domain_size`: as of GroupConfig. `copy_rows`: rows of work
   /// that moving the weights and the gradient of a copy costs. Copies are made where they save
-  /// more.
+  /// more, and where a rank would have more than `max_rows` (> 0); the search goes on to that
+  /// number then, or to the mean, where 1.02 of it is more. `load` says what was found.
   BatchBalancer(std::int64_t experts, int ranks, int slots, int domain_size = 0,
-                std::int64_t copy_rows = 0);
+                std::int64_t copy_rows = 0, std::int64_t max_rows = 0);
   ~BatchBalancer();
   BatchBalancer(BatchBalancer&&) noexcept;
   BatchBalancer& operator=(BatchBalancer&&) noexcept;
@@ -92,9 +93,9 @@ class BatchBalancer {
   /// counts: i32 [ranks, experts], in CPU memory, of all ranks in order. The heaviest rank has at
   /// most 1.02 of the mean load if the planner finds a way (else the least that it finds), with
   /// few copies to fetch, but for `copy_rows`. From here on what the slots of `fetches` held is
-  /// lost. `again`: a batch of the last 64 with the same counts is computed once more, as by
-  /// activation checkpointing: its tokens go where they went. Of several, the newest of those that
-  /// were computed again least often. Throws Error(invalid_argument) where there is none.
+  /// lost. Counts of one of the last 64 batches that differ get the plan that it had. `again`: that
+  /// must be so, as this is a batch that activation checkpointing computes once more. Throws
+  /// Error(invalid_argument) where there is none.
   void plan(const ConstTensorView& counts, bool again = false);
   /// [ranks, slots]: the expert whose tokens go to each slot in this batch; −1: no tokens do.
   const std::vector<std::int32_t>& table() const;
@@ -107,7 +108,7 @@ class BatchBalancer {
   void fetched();
   /// [ranks]: slots of routes that each rank works on in this batch.
   std::vector<std::int64_t> load() const;
-  /// Equal where counts and plan are, among the last 64 batches; 0: nothing was planned.
+  /// Equal where the plan is the same one; 0: nothing was planned.
   std::int64_t plan_id() const;
   /// What Group::plan takes for routes of `rank` to experts: i64 [T, K]. They must be those that
   /// were counted. Tokens go home first, then to copies in ascending rank, in ascending order.
@@ -116,7 +117,8 @@ class BatchBalancer {
   Tensor places(const ConstTensorView& topk_idx, int rank) const;
   /// The same for routes in memory that this does not read, as of a GPU: i64
   /// [2, experts + ranks · slots], places and how many of the slots of `rank` go to each. Its slots
-  /// that name an expert, sorted by it (stably), go to the places in this order. Throws as `places`.
+  /// that name an expert, sorted by it (stably), go to the places in this order. Throws as
+  /// `places`.
   Tensor shares(int rank) const;
 
  private:

@@ -103,10 +103,20 @@ class BatchBalancer:
         domain_size: as of `Group`: copies stay inside domains of so many ranks where they can.
         copy_rows: rows of work that moving the weights and the gradient of a copy costs. Copies are
             made where they save more.
+        max_rows: > 0: copies are made, too, where a rank would have more rows; the search goes on
+            to that number then, or to the mean, where 1.02 of it is more. `load` says what was
+            found.
     """
 
     def __init__(
-        self, *, experts: int, ranks: int, slots: int, domain_size: int = 0, copy_rows: int = 0
+        self,
+        *,
+        experts: int,
+        ranks: int,
+        slots: int,
+        domain_size: int = 0,
+        copy_rows: int = 0,
+        max_rows: int = 0,
     ) -> None:
         self._raw = _ferry.BatchBalancer(
             integer("BatchBalancer: experts", experts, 1, INT32_MAX),
@@ -114,6 +124,7 @@ class BatchBalancer:
             integer("BatchBalancer: slots", slots, 1, INT32_MAX),
             integer("BatchBalancer: domain_size", domain_size, 0, INT32_MAX),
             integer("BatchBalancer: copy_rows", copy_rows, 0, INT32_MAX),
+            integer("BatchBalancer: max_rows", max_rows, 0),
         )
 
     @property
@@ -155,7 +166,7 @@ class BatchBalancer:
 
     @property
     def plan_id(self) -> int:
-        """Equal where counts and plan are, among the last 64 batches; 0: nothing was planned."""
+        """Equal where the plan is the same one; 0: nothing was planned."""
         return self._raw.plan_id
 
     def counts(self, topk_idx: Any) -> Any:
@@ -176,9 +187,9 @@ class BatchBalancer:
         of the mean load if the planner finds a way (else the least that it finds), with few copies
         to fetch, but for `copy_rows`. From here on what the slots of `fetches` held is lost.
 
-        again: a batch of the last 64 with the same counts is computed once more, as by activation
-        checkpointing: its tokens go where they went. Of several, the newest of those that were
-        computed again least often. Raises `InvalidArgumentError` where there is none."""
+        Counts of one of the last 64 batches that differ get the plan that it had. again: that must
+        be so, as this is a batch that activation checkpointing computes once more. Raises
+        `InvalidArgumentError` where there is none."""
         if _on_gpu(counts):
             counts = counts.cpu()
         self._raw.plan(view("plan: counts", counts, expected="i32")[0], flag("plan: again", again))

@@ -77,7 +77,12 @@ class Copies:
     """The slots of this rank, and what is in them."""
 
     def __init__(
-        self, group: Group, slots: int, collectives: Collectives | None, copy_rows: int
+        self,
+        group: Group,
+        slots: int,
+        collectives: Collectives | None,
+        copy_rows: int,
+        layout: dict[str, Any],
     ) -> None:
         _count_steps()
         call = "ExpertParallel"
@@ -106,7 +111,18 @@ class Copies:
             "slots": slots,
             "domain_size": -(-group.size // group.domains),
             "copy_rows": integer(f"{call}: copy_rows", copy_rows, 0),
+            "max_rows": 0,
         }
+        self._fixed = layout["max_recv_rows"]
+        if self._fixed > 0:
+            # Every expert's block may end with rows of padding.
+            padding = (self.local + slots) * (layout["alignment"] - 1)
+            if self._fixed <= padding:
+                refuse(
+                    f"{call}: max_recv_rows", self._fixed, f"more than {padding} rows of padding"
+                )
+            self._balancing["max_rows"] = self._fixed - padding
+        self.most = self._balancing["max_rows"]
         self._empty()
 
     def _empty(self) -> None:
@@ -128,15 +144,17 @@ class Copies:
         """The experts of this rank have changed though torch did not see it."""
         self._seen = []
 
-    def _places(self, experts: nn.Module, topk_idx: Tensor) -> Tensor:
+    def _places(self, experts: nn.Module, topk_idx: Tensor, most: int = 0) -> Tensor:
         """Collective. Plans a batch, begins to fetch the copies that it needs, and returns its
-        routes."""
+        routes. most: > 0: rows of a rank."""
         instance("ExpertParallel: topk_idx", topk_idx, Tensor, "a tensor")
         parameters = self._parameters(experts)
         said = [_said(name, tensor) for name, tensor in parameters.items()]
         with torch.no_grad():
             topk_idx = topk_idx.contiguous()
             self._plan(parameters, said, topk_idx)
+            if 0 < most < max(self.balancer.load):
+                self._refuse_load(most)
             self._fetch(parameters)
             places = torch.as_tensor(self.balancer.places(topk_idx, self.ranks.rank))
         table = self.balancer.table
@@ -173,6 +191,17 @@ class Copies:
         again = torch._C._current_graph_task_id() >= 0
         balancer.plan(every[:, :-2].contiguous(), again=again)
 
+    def _refuse_load(self, most: int) -> None:
+        """All ranks know it, and nothing has moved."""
+        load = self.balancer.load
+        heaviest = max(load)
+        refuse(
+            "ExpertParallel: max_recv_rows",
+            f"{self._fixed}, {most} of which are not for padding",
+            f"room for {heaviest} rows, which rank {load.index(heaviest)} has with all copies that "
+            "help: more rows, more slots for copies (balance), or fewer tokens",
+        )
+
     def _refuse_parameters(self, said: list[str]) -> None:
         """Collective. MismatchError on all ranks, of the first parameter that differs."""
         call = "ExpertParallel"
@@ -190,15 +219,15 @@ class Copies:
             alone: Tensor = experts(rows, own)
             return alone
         (batch, handle), self._batch = self._batch, None
-        cut = int(own[-1])
-        made: Tensor = experts(rows[:cut], own)
+        parts = (_FixedParts if self._fixed > 0 else _Parts)(rows, offsets, self.local)
+        made: Tensor = experts(*parts.own())
         self._arrive()
         slots = [self._tensors[name] for name in batch.names]
         copies = _Copied.apply(batch, slots, handle)  # type: ignore[no-untyped-call]
-        if len(rows) > cut:
-            given = rows[cut:], offsets[self.local :] - cut
+        given = parts.of_copies()
+        if given is not None:
             of_copies = functional_call(experts, dict(zip(batch.names, copies)), given)
-            made = torch.cat([made, of_copies])
+            made = parts.joined(made, of_copies)
         joined: Tensor = _Joined.apply(made, *copies)  # type: ignore[no-untyped-call]
         return joined
 
@@ -270,6 +299,51 @@ class Copies:
         made.__dict__.update(self.__dict__)
         made._empty()
         return made
+
+
+class _Parts:
+    """The rows of a rank's own experts, which come first, and those of copies."""
+
+    def __init__(self, rows: Tensor, offsets: Tensor, local: int) -> None:
+        self._rows, self._cut = rows, int(offsets[local])
+        self._offsets = offsets[: local + 1], offsets[local:] - self._cut
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        return self._rows[: self._cut], self._offsets[0]
+
+    def of_copies(self) -> tuple[Tensor, Tensor] | None:
+        """None: there are none."""
+        if len(self._rows) == self._cut:
+            return None
+        return self._rows[self._cut :], self._offsets[1]
+
+    def joined(self, own: Tensor, of_copies: Tensor) -> Tensor:
+        return torch.cat([own, of_copies])
+
+
+class _FixedParts:
+    """The same, each as long as all rows, so that nobody waits for where the cut is. Behind
+    rows of its own each part has zeros, and no gradient comes from there."""
+
+    def __init__(self, rows: Tensor, offsets: Tensor, local: int) -> None:
+        self._rows, self._at = rows, torch.arange(len(rows), device=rows.device)
+        self._cut, self._end = offsets[local], offsets[-1]
+        self._offsets = offsets[: local + 1], offsets[local:] - self._cut
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        return self._first(self._rows, self._cut), self._offsets[0]
+
+    def of_copies(self) -> tuple[Tensor, Tensor]:
+        turned = self._rows[(self._at + self._cut) % len(self._at)]
+        return self._first(turned, self._end - self._cut), self._offsets[1]
+
+    def joined(self, own: Tensor, of_copies: Tensor) -> Tensor:
+        back = of_copies[(self._at - self._cut) % len(self._at)]
+        made = torch.where((self._at < self._cut)[:, None], own, back)
+        return self._first(made, self._end)
+
+    def _first(self, rows: Tensor, count: Tensor) -> Tensor:
+        return torch.where((self._at < count)[:, None], rows, 0)
 
 
 class _Coming:
@@ -391,8 +465,8 @@ class _Planned(torch.autograd.Function):
             refuse(
                 "ExpertParallel: backward",
                 f"a forward computed again with the copies of plan {int(plan_id)}",
-                f"those of its own, plan {ctx.plan_id}: forwards with the same counts but other "
-                "copies must go backward last in, first out, and through checkpoints all of them",
+                f"those of its own, plan {ctx.plan_id}: a batch that is computed again soon; "
+                "recompute (checkpoint) fewer forwards at once",
             )
         return grad, None
 

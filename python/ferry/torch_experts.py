@@ -51,10 +51,11 @@ class ExpertParallel(nn.Module):
             counts[e] rows matter. With "e4m3" the rows are e4m3 and their scales,
             f32 [L, N, ceil(H/128)], come third. None: `experts`, with all N rows of each.
         balance: > 0: slots of each rank for copies of busy experts of others, planned for each
-            batch, so that all ranks work on as many rows; on CPUs, without decode_experts and
-            max_recv_rows. `group` has experts=E + group.size * balance for E experts, as many on
-            each rank. Parameters of `experts` are [L, ...], an entry for each expert of this rank;
-            it is called a second time for copies, with as many entries as there are slots.
+            batch, so that all ranks work on as many rows; without decode_experts. With
+            max_recv_rows copies are made, too, where a rank would have more rows. `group` has
+            experts=E + group.size * balance for E experts, as many on each rank. Parameters of
+            `experts` are [L, ...], an entry for each expert of this rank; it is called a second
+            time for copies, with as many entries as there are slots.
         collectives: of the same ranks, for weights and gradients of copies.
         copy_rows: with `balance`: the work on how many rows a copy costs. Batches that copies would
             save less than that are left as they are.
@@ -98,11 +99,10 @@ class ExpertParallel(nn.Module):
         self.decode_experts = decode_experts
         self._copies: Copies | None = None
         if integer(f"{call}: balance", balance) > 0:
-            if decode_experts is not None or max_recv_rows > 0:
-                with_experts = "" if decode_experts is None else "decode_experts, "
-                got = f"{with_experts}max_recv_rows={max_recv_rows} with balance"
-                refuse(call, got, "None and 0: experts run once more for copies")
-            self._copies = Copies(group, balance, collectives, copy_rows)
+            if decode_experts is not None:
+                expected = "None with balance: `experts` run once more for copies"
+                refuse(f"{call}: decode_experts", describe(decode_experts), expected)
+            self._copies = Copies(group, balance, collectives, copy_rows, self.layout)
         self._placement: ExpertPlacement | None = None
         if placement is not None:
             if self._copies is not None or self.decode_tokens > 0:
@@ -131,7 +131,7 @@ class ExpertParallel(nn.Module):
         [T, K].
         """
         if self._copies is not None:
-            topk_idx = self._copies.places(self.experts, topk_idx)
+            topk_idx = self._copies.places(self.experts, topk_idx, self._copies.most)
         if self._placement is not None:
             topk_idx = torch.ops.ferry.places(topk_idx, self._handle)
         plan = planned(self._handle, topk_idx)

@@ -27,8 +27,9 @@ void bind_experts(nb::module_& m) {
           },
           nb::arg("topk_idx"), nb::arg("rank"));
   nb::class_<BatchBalancer>(m, "BatchBalancer")
-      .def(nb::init<std::int64_t, int, int, int, std::int64_t>(), nb::arg("experts"),
-           nb::arg("ranks"), nb::arg("slots"), nb::arg("domain_size"), nb::arg("copy_rows"))
+      .def(nb::init<std::int64_t, int, int, int, std::int64_t, std::int64_t>(), nb::arg("experts"),
+           nb::arg("ranks"), nb::arg("slots"), nb::arg("domain_size"), nb::arg("copy_rows"),
+           nb::arg("max_rows"))
       .def_prop_ro("experts", &BatchBalancer::experts)
       .def_prop_ro("ranks", &BatchBalancer::ranks)
       .def_prop_ro("slots", &BatchBalancer::slots)
@@ -44,9 +45,8 @@ void bind_experts(nb::module_& m) {
       .def("fetched", &BatchBalancer::fetched)
       .def_prop_ro("load", &BatchBalancer::load)
       .def_prop_ro("plan_id", &BatchBalancer::plan_id)
-      .def("places", [](const BatchBalancer& b, const View& topk_idx, int rank) {
-        return HeldTensor(b.places(topk_idx.read(), rank));
-      })
+      .def("places", [](const BatchBalancer& b, const View& topk_idx,
+                        int rank) { return HeldTensor(b.places(topk_idx.read(), rank)); })
       .def("shares", [](const BatchBalancer& b, int rank) { return HeldTensor(b.shares(rank)); });
 }
 

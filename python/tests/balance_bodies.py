@@ -44,16 +44,15 @@ def routes(rank: int, step: int, share: float, ranks: int = RANKS) -> Tensor:
 class Pair:
     """A layer with copies and one without, with the same weights, on one rank."""
 
-    def __init__(
-        self, bootstrap: Any, where: dict[str, Any] | None = None, **options: Any
-    ) -> None:
+    def __init__(self, bootstrap: Any, where: dict[str, Any] | None = None, **options: Any) -> None:
         common: dict[str, Any] = {"deadline": 20.0} | (where or {})
         self.ranks = ferry.Collectives(bootstrap, **common)
         rank, size = self.ranks.rank, self.ranks.size
         self.plain_group = ferry.Group(bootstrap, experts=size * LOCAL, **common)
         self.group = ferry.Group(bootstrap, experts=size * (LOCAL + SLOTS), **common)
         self.device = torch.device(self.group.device)
-        rest = {name: value for name, value in options.items() if name != "copy_rows"}
+        its = ("copy_rows", "max_recv_rows")
+        rest = {name: value for name, value in options.items() if name not in its}
         self.plain = ft.ExpertParallel(self.plain_group, Experts(rank).to(self.device), **rest)
         self.balanced = ft.ExpertParallel(
             self.group,
@@ -123,9 +122,11 @@ def decoding(pair: Pair) -> None:
         assert not any(e >= 0 for row in balancer.fetches for e in row)
 
 
-def on_either_engine(boot: Any, where: dict[str, Any], body: Any, arguments: Any, _: Any) -> Any:
+def on_either_engine(
+    boot: Any, where: dict[str, Any], body: Any, arguments: Any, options: Any
+) -> None:
     """For RankProcesses: one body on this rank, with a pair of layers."""
-    pair = Pair(boot, where, decode_tokens=TOPK * TOKENS)
+    pair = Pair(boot, where, decode_tokens=TOPK * TOKENS, **options)
     body(pair, *arguments)
     pair.close()
 

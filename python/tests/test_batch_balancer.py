@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import highspy
 import numpy as np
@@ -231,6 +232,22 @@ def test_places_by_operators_of_torch_are_the_same() -> None:
         torch_places.place(bad[:1], 12, torch.tensor([[5], [4]]))
 
 
+@pytest.mark.parametrize("zipf", [0.0, 1.2, 2.0])
+def test_every_rank_has_as_many_rows_as_it_has_slots_of_routes(zipf: float) -> None:
+    """With max_rows, whatever copies cost: the mean itself is met."""
+    for ranks, experts, slots, most in ((4, 256, 2, 32768), (8, 16, 2, 48), (64, 384, 4, 4096)):
+        random = np.random.default_rng(int(10 * zipf))
+        weight = (random.permutation(experts) + 1.0) ** -zipf
+        counts = random.multinomial(most, weight / weight.sum(), ranks).astype(np.int32)
+        sizes: dict[str, Any] = {"experts": experts, "ranks": ranks, "slots": slots}
+        free = ferry.BatchBalancer(**sizes, copy_rows=1 << 20)
+        bound = ferry.BatchBalancer(**sizes, copy_rows=1 << 20, max_rows=most)
+        free.plan(counts)
+        assert copies(free) == 0
+        bound.plan(counts)
+        assert bound.load == [most] * ranks
+
+
 def test_what_is_refused() -> None:
     wrong = ferry.InvalidArgumentError
     with pytest.raises(wrong, match=r"experts.*9.*a multiple of 4"):
@@ -241,6 +258,8 @@ def test_what_is_refused() -> None:
         balancer.plan(np.zeros((3, 8), np.int32))
     with pytest.raises(wrong, match="rank"):
         balancer.invalidate(4)
+    with pytest.raises(wrong, match="max_rows"):
+        ferry.BatchBalancer(experts=8, ranks=4, slots=1, max_rows=-1)
     with pytest.raises(wrong, match="shares: the plan: got none"):
         balancer.shares(0)
     with pytest.raises(wrong, match="topk_idx"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from rank_threads import run_threads
@@ -57,6 +59,33 @@ def test_weights_out_and_gradients_back(size: int) -> None:
             ranks.barrier()
 
     run_threads(size, one)
+
+
+def test_bytes_between_domains_are_those_of_the_experts() -> None:
+    """Each copy that crosses moves the bytes of one expert once, and its gradient as many back."""
+    bootstraps = ferry.threads(4)
+    table = [[1, 6], [9, -1], [0, 3], [-1, -1]]  # of ranks 0 and 2, 3, 0 and 1
+    out, back = [1, 1, 1, 1], [1, 1, 2, 0]
+
+    def one(rank: int) -> None:
+        with ferry.Collectives(bootstraps[rank], deadline=20, domain_size=2) as ranks:
+            experts, slots = torch.ones(EXPERTS, 1024), torch.zeros(2, 1024)
+
+            def sent(table: list[list[int]], call: Any, *given: torch.Tensor) -> int:
+                before = ranks.network().put_bytes
+                call(ranks, *given, table)
+                return ranks.network().put_bytes - before
+
+            nothing = [[-1, -1]] * 4
+            for crossing, call, given in (
+                (out, ferry.torch.copy_experts, (experts, slots)),
+                (back, ferry.torch.reduce_experts, (slots, experts)),
+            ):
+                moved = sent(table, call, *given) - sent(nothing, call, *given)
+                assert moved == crossing[rank] * 4 * 1024
+            ranks.barrier()
+
+    run_threads(4, one)
 
 
 def test_what_is_refused() -> None:

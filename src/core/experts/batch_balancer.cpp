@@ -70,53 +70,38 @@ class Quotas {
 
 }  // namespace
 
-/// The last batches: their counts, [ranks, experts], and plans, the newest first.
+/// The last batches that differ in their counts, [ranks, experts], and their plans, the one of now
+/// first. The same counts have the same plan, whatever the slots hold: a batch that is computed
+/// again goes where it went, in any order of backward passes.
 class BatchHistory {
  public:
   struct Batch {
     std::vector<std::int32_t> counts{};
     BatchPlan plan{};
     std::int64_t plan_id = 0;
-    int again = 0;  ///< times that it was computed again
   };
 
   bool empty() const { return batches_.empty(); }
-  /// The one that was planned or computed again last.
-  const Batch& current() const { return batches_[current_]; }
+  const Batch& current() const { return batches_.front(); }
   void add(std::vector<std::int32_t> counts, const BatchPlan& plan) {
     if (batches_.size() == kBatches) batches_.pop_back();
-    const auto same = std::ranges::find_if(batches_, [&](const Batch& batch) {
-      return batch.counts == counts && batch.plan.table == plan.table &&
-             batch.plan.quota == plan.quota;
-    });
-    const std::int64_t id = same == batches_.end() ? ++plans_ : same->plan_id;
-    batches_.push_front({std::move(counts), plan, id});
-    current_ = 0;
+    batches_.push_front({std::move(counts), plan, ++plans_});
   }
-  /// Of those with these counts, the newest of those computed again least often becomes the current
-  /// one: backward passes take the last first. False: there is none.
-  bool renew(std::span<const std::int32_t> counts) {
-    std::size_t found = batches_.size();
-    for (std::size_t at = 0; at < batches_.size(); ++at) {
-      const bool fits = std::ranges::equal(batches_[at].counts, counts);
-      if (fits && (found == batches_.size() || batches_[at].again < batches_[found].again)) {
-        found = at;
-      }
-    }
-    if (found == batches_.size()) return false;
-    ++batches_[found].again;
-    current_ = found;
+  /// The batch with these counts becomes the current one. False: there is none.
+  bool recall(const std::vector<std::int32_t>& counts) {
+    const auto found = std::ranges::find(batches_, counts, &Batch::counts);
+    if (found == batches_.end()) return false;
+    std::rotate(batches_.begin(), found, found + 1);
     return true;
   }
 
  private:
   std::deque<Batch> batches_{};
-  std::size_t current_ = 0;
   std::int64_t plans_ = 0;
 };
 
 BatchBalancer::BatchBalancer(std::int64_t experts, int ranks, int slots, int domain_size,
-                             std::int64_t copy_rows)
+                             std::int64_t copy_rows, std::int64_t max_rows)
     : experts_(refuse_unless_possible(experts, ranks, slots)),
       ranks_(ranks),
       slots_(slots),
@@ -129,8 +114,9 @@ BatchBalancer::BatchBalancer(std::int64_t experts, int ranks, int slots, int dom
     refuse("BatchBalancer", "copy_rows", std::to_string(copy_rows),
            "0 … " + std::to_string(kMostBalanced));
   }
-  planner_ = std::make_unique<BatchPlanner>(Placement{experts, ranks}, slots,
-                                            Domains::blocks(ranks, domain_size), copy_rows);
+  if (max_rows < 0) refuse("BatchBalancer", "max_rows", std::to_string(max_rows), "0 or more");
+  planner_ = std::make_unique<BatchPlanner>(
+      Placement{experts, ranks}, slots, Domains::blocks(ranks, domain_size), copy_rows, max_rows);
 }
 
 BatchBalancer::~BatchBalancer() = default;
@@ -167,13 +153,14 @@ void BatchBalancer::plan(const ConstTensorView& counts, bool again) {
                std::to_string(at % experts_),
            "0 or more");
   }
-  if (!again) {
+  if (!history_->recall(given)) {
+    if (again) {
+      refuse(kCall, "again", "counts of none of the last " + std::to_string(kBatches) + " batches",
+             "a batch that is computed again soon: recompute (checkpoint) fewer forwards at once, "
+             "with the routes that they had");
+    }
     planner_->plan(given, slots_held_->held());
     history_->add(std::move(given), planner_->planned());
-  } else if (!history_->renew(given)) {
-    refuse(kCall, "again", "counts of none of the last " + std::to_string(kBatches) + " batches",
-           "a batch that is computed again soon: recompute (checkpoint) fewer forwards at once, "
-           "with the routes that they had");
   }
   slots_held_->plan(history_->current().plan.table);
 }

@@ -5,13 +5,13 @@
 namespace ferry {
 
 BatchPlanner::BatchPlanner(const Placement& homes, int slots, const Domains& domains,
-                           std::int64_t copy_rows)
+                           std::int64_t copy_rows, std::int64_t max_rows)
     : homes_(homes),
       ranks_(homes.ranks),
       slots_(slots),
       domains_(domains),
       copy_rows_(copy_rows),
-      search_(homes, slots, domains) {
+      search_(homes, slots, domains, max_rows) {
   const std::size_t places = index(std::int64_t{ranks_} * slots_);
   total_.resize(index(homes.experts));
   left_.resize(index(ranks_));

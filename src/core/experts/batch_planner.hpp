@@ -25,8 +25,9 @@ struct BatchPlan {
 class BatchPlanner {
  public:
   /// copy_rows: what moving weights and gradient of one copy costs, in rows of work. 0: nothing.
+  /// max_rows: as of CopySearch.
   BatchPlanner(const Placement& homes, int slots, const Domains& domains,
-               std::int64_t copy_rows = 0);
+               std::int64_t copy_rows = 0, std::int64_t max_rows = 0);
 
   /// counts: [ranks, experts], 0 or more: slots of routes of each source that name each expert.
   /// held: [ranks, slots], the expert that each place holds a valid copy of; −1: none.

@@ -1,6 +1,7 @@
 #include "core/experts/copy_search.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 namespace ferry {
@@ -20,8 +21,13 @@ std::uint32_t next(std::uint32_t& state) {
 
 }  // namespace
 
-CopySearch::CopySearch(const Placement& homes, int slots, const Domains& domains)
-    : homes_(homes), ranks_(homes.ranks), slots_(slots), domains_(domains) {
+CopySearch::CopySearch(const Placement& homes, int slots, const Domains& domains,
+                       std::int64_t max_rows)
+    : homes_(homes),
+      ranks_(homes.ranks),
+      slots_(slots),
+      domains_(domains),
+      max_rows_(max_rows > 0 ? max_rows : std::numeric_limits<std::int64_t>::max()) {
   load_.resize(index(ranks_));
   rooms_.resize(index(ranks_));
   reached_.resize(load_.size());
@@ -48,9 +54,10 @@ const CopySearch::Draft& CopySearch::find(std::span<const std::int64_t> total,
   const std::int64_t mean = (all + ranks_ - 1) / ranks_;
   const std::int64_t heaviest = *std::ranges::max_element(load_);
   best_.heaviest = -1;
-  if (2 * (heaviest - mean) <= copy_rows) return no_copies();
+  const bool fits = heaviest <= max_rows_;
+  if (fits && 2 * (heaviest - mean) <= copy_rows) return no_copies();
   const int tries = std::max(kFewestTries, kTries * 8 / std::max(ranks_, 8));
-  std::int64_t low = std::max(mean, all * kMostPercent / (100 * ranks_));
+  std::int64_t low = std::max(mean, std::min(max_rows_, all * kMostPercent / (100 * ranks_)));
   std::int64_t high = search(low, tries);
   // Nothing was found for `low`; what was found for `high` is kept until less is.
   while (high - low > std::max<std::int64_t>(1, low / 256)) {
@@ -64,7 +71,7 @@ const CopySearch::Draft& CopySearch::find(std::span<const std::int64_t> total,
     }
   }
   level();
-  return pays(heaviest, copy_rows) ? best_ : no_copies();
+  return !fits || pays(heaviest, copy_rows) ? best_ : no_copies();
 }
 
 const CopySearch::Draft& CopySearch::no_copies() {

@@ -28,7 +28,8 @@ class CopySearch {
     int fetches = 0;
   };
 
-  CopySearch(const Placement& homes, int slots, const Domains& domains);
+  /// max_rows: > 0: the most that a rank may have; copies are made for it whatever they cost.
+  CopySearch(const Placement& homes, int slots, const Domains& domains, std::int64_t max_rows = 0);
 
   /// total: [experts], slots of routes that name each. held: [ranks, slots], valid copies; −1:
   /// none. The best draft: see BatchPlanner.
@@ -76,6 +77,7 @@ class CopySearch {
   int ranks_;
   int slots_;
   Domains domains_;
+  std::int64_t max_rows_;
   std::span<const std::int64_t> total_{};  // of this search, as `held_`
   std::span<const std::int32_t> held_{};
   std::vector<std::int64_t> load_{};  // [ranks], without copies
