@@ -6,7 +6,7 @@
 
 Throughput and low-latency calls: through `deep_ep.Buffer`, `ElasticBuffer` (V2) and `EPBuffer`
 (V2.5), and of the group behind it or an exchange like that behind it, in short rounds in turn, in
-one run, all results as tensors.
+one run; of Ferry's results those that deep_ep's call returns, as tensors.
 Figures are medians over rounds, in brackets that of the differences of neighbouring rounds. CPU
 time is of the calling thread. The time of a call is a round divided by its calls; on GPUs a round
 ends with a synchronisation. A low-latency combine is timed alone, behind a dispatch of its own that
@@ -160,9 +160,19 @@ def later_pairs(args: argparse.Namespace, comm: Comm) -> dict[str, tuple[Call, C
             how = {"num_sms": args.sms, "order": "expert_major" if expand else "rank_major"}
             again = {"handle": handle, "num_sms": args.sms, "do_expand": expand}
 
-            def ferrys(group: Any = group, how: Any = how) -> Any:
-                made = group.dispatch(x, topk_idx=idx, topk_weights=weights, **how)
-                return made.x, made.topk_idx, made.topk_weights, made.source_token, made.slot_rows
+            new_how = how | {"row_weights": expand}
+
+            def ferrys(group: Any = group, new_how: Any = new_how, expand: bool = expand) -> Any:
+                made = group.dispatch(x, topk_idx=idx, topk_weights=weights, **new_how)
+                if expand:
+                    return made.x, made.row_weights
+                return made.x, made.topk_idx, made.topk_weights
+
+            def along(
+                group: Any = group, plan: Any = plan, how: Any = how, expand: bool = expand
+            ) -> Any:
+                made = group.dispatch(x, plan, **how)
+                return (made.x,) if expand else (made.x, made.topk_idx)
 
             title = f"{name} {'expanded ' if expand else ''}"
             found[f"{title}dispatch"] = (
@@ -171,7 +181,7 @@ def later_pairs(args: argparse.Namespace, comm: Comm) -> dict[str, tuple[Call, C
                 size,
             )
             found[f"{title}dispatch, cached"] = (
-                Call(lambda group=group, plan=plan, how=how: group.dispatch(x, plan, **how).x),
+                Call(along),
                 Call(lambda buffer=buffer, again=again: buffer.dispatch(x, **again)),
                 size,
             )

