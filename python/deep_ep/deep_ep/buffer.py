@@ -9,7 +9,7 @@ import torch
 from deep_ep.buffers.base import BufferBase
 from deep_ep.config import Config, combine_config, dispatch_config
 from deep_ep.environment import qp_depth
-from deep_ep.errors import require, require_integer
+from deep_ep.errors import refuse, require, require_integer
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.low_latency import LowLatency
 from deep_ep.throughput import Throughput
@@ -35,6 +35,8 @@ class Buffer(BufferBase, Throughput, LowLatency):
             allgather as it has.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: taken, and
             without effect.
+        allow_nvlink_for_normal_mode: of a fork: True, as ranks of one host share memory. Where GPUs
+            have no NVLink, that goes over PCIe.
     """
 
     num_sms: int = 20
@@ -52,8 +54,13 @@ class Buffer(BufferBase, Throughput, LowLatency):
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
         comm: Any = None,
+        *,
+        allow_nvlink_for_normal_mode: bool = True,
     ) -> None:
         super().__init__(explicitly_destroy)
+        if not allow_nvlink_for_normal_mode:
+            expected = "True: ranks of one host share memory, over PCIe where there is no NVLink"
+            refuse("Buffer", "allow_nvlink_for_normal_mode", allow_nvlink_for_normal_mode, expected)
         num_nvl_bytes = _size("num_nvl_bytes", num_nvl_bytes)
         num_rdma_bytes = _size("num_rdma_bytes", num_rdma_bytes)
         self._meet(

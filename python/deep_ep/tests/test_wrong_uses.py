@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from buffer_bodies import round_trip
 from rank_buffers import ThreadComm, run_buffers, run_ranks
 from reference import arrived, make_job
 from throughput_bodies import every_dispatch
@@ -223,6 +224,14 @@ def test_after_destroy() -> None:
                 call()
 
     run_ranks(1, body)
+
+
+def test_ranks_of_one_host_meet_over_no_network() -> None:
+    comm = ThreadComm(ferry.threads(1)[0])
+    words = "Buffer: allow_nvlink_for_normal_mode: got False; expected True: ranks of one host"
+    with pytest.raises(EPException, match=words):
+        deep_ep.Buffer(None, comm=comm, allow_nvlink_for_normal_mode=False)
+    round_trip(deep_ep.Buffer(None, comm=comm, allow_nvlink_for_normal_mode=True), "cpu", 1)
 
 
 def test_destroy_wants_to_be_announced(capfd: pytest.CaptureFixture[str]) -> None:
