@@ -129,7 +129,8 @@ def check_handle(handle: Any, job: Job, rank: int, want: Expected, step: int, ex
         most = ranks * MOST * min(topk, len(counts)) + (step - 1) * len(counts)
         assert handle.num_expanded_tokens == -(-most // step) * step
         assert handle.num_recv_tokens_per_expert_list == []
-    here = torch.bincount(there.source, minlength=ranks).cumsum(0).int()
+    domains = handle._exchange.group.domains
+    here = torch.bincount(there.source, minlength=ranks).view(domains, -1).sum(0).cumsum(0).int()
     assert torch.equal(handle.psum_num_recv_tokens_per_scaleup_rank.cpu(), here)
     assert handle.num_unaligned_recv_tokens_per_expert.tolist() == counts
     before = [sum(padded[:e]) for e in range(len(counts))]

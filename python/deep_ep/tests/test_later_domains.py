@@ -7,6 +7,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import elastic_bodies
 import hybrid_bodies
 import pytest
 import replay_deepep_v25
@@ -31,15 +32,41 @@ REPLAYS = (
 )
 
 
+def in_domains(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    for name in ("Group", "Collectives"):
+        made = getattr(ferry, name)
+        kind = made.func if isinstance(made, partial) else made
+        monkeypatch.setattr(ferry, name, partial(kind, domain_size=size))
+
+
 @pytest.fixture(autouse=True)
 def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("Group", "Collectives"):
-        monkeypatch.setattr(ferry, name, partial(getattr(ferry, name), domain_size=2))
+    in_domains(monkeypatch, 2)
 
 
 @pytest.mark.parametrize("replay", REPLAYS, ids=lambda replay: replay.__name__)
 def test_replays(replay: Any) -> None:
     run_buffers(4, lambda buffer: replay(buffer, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("EPBuffer", elastic_bodies.deferred_dispatches),
+        ("ElasticBuffer", elastic_bodies.handles_put_together),
+        ("EPBuffer", elastic_bodies.counted),
+        ("EPBuffer", elastic_bodies.copies_of_experts),
+        ("HybridEPBuffer", hybrid_bodies.layers_in_flight),
+    ],
+    ids=lambda one: one if isinstance(one, str) else one.__name__,
+)
+def test_sixteen_ranks_of_two_hosts(kind: str, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_domains(monkeypatch, 8)
+    sizes: dict[str, Any] = {}
+    if kind == "HybridEPBuffer":
+        sizes = {"hidden_dim": hybrid_bodies.HIDDEN, "max_num_of_tokens_per_rank": 32}
+        sizes["num_local_experts"] = 3
+    run_buffers(16, lambda buffer: body(buffer, "cpu"), kind=getattr(deep_ep, kind), **sizes)
 
 
 def test_sizes_and_handles_of_domains() -> None:
