@@ -1,6 +1,6 @@
 """Ferry's collectives against PyTorch's Gloo and Open MPI, processes on one host.
 
-    python bench/collectives.py [--ranks 4] [--rounds 15] [--json FILE]
+    python bench/collectives.py [--ranks 4] [--rounds 15] [--pin] [--json FILE]
 
 Every rank is a process with one torch thread. With `mpirun` and mpi4py (Debian: openmpi-bin; the
 Python index: mpi4py) Open MPI takes part, otherwise it is left out. In each round the contenders
@@ -8,7 +8,9 @@ come in turn; each makes one untimed call, then as many as take about ten millis
 
 wall: the slowest rank's time of a call; cpu: the CPU time of all ranks divided by the cores that
 they may use, which says more on a busy machine. Both are medians over the rounds. Results are
-compared before anything is timed.
+compared before anything is timed. --pin: each rank stays on one core, the same number on each;
+otherwise the system may run them all on one, or move them, and a line that one core wrote and
+another one reads costs several times as much where they share no cache.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--bytes", type=int, nargs="*", default=SIZES, help="of a tensor, f32")
     parser.add_argument("--calls", nargs="*", default=["all_reduce", "all_to_all"])
+    parser.add_argument("--pin", action="store_true", help="each rank stays on one core")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     return parser.parse_args()
 
@@ -69,6 +72,7 @@ class Rank:
         import ferry
 
         torch.set_num_threads(1)
+        self.cores = sorted(os.sched_getaffinity(0))
         self.mpi: Any = None
         if "OMPI_COMM_WORLD_RANK" in os.environ:
             from mpi4py import MPI
@@ -76,6 +80,9 @@ class Rank:
             self.mpi = MPI
         self.rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
         self.size = args.ranks
+        if args.pin:  # before threads start, which stay there too
+            at = self.rank * len(self.cores) // self.size
+            os.sched_setaffinity(0, {self.cores[at]})
         store = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         dist.init_process_group("gloo", init_method=store, rank=self.rank, world_size=self.size)
         self.ferry = ferry.Collectives(
@@ -170,7 +177,7 @@ def measure(rank: Rank, calls: Calls, rounds: int, words: str) -> dict[str, dict
     import torch
     import torch.distributed as dist
 
-    cores = len(os.sched_getaffinity(0))
+    cores = len(rank.cores)
     counts: dict[str, int] = {}
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for at in range(-1, rounds):
@@ -230,7 +237,8 @@ def run_rank(args: argparse.Namespace, rank: Rank, others: dict[str, str], **fac
         if args.json:
             facts = facts | {
                 "machine": platform.processor() or platform.machine(),
-                "cores": len(os.sched_getaffinity(0)),
+                "cores": len(rank.cores),
+                "pinned": args.pin,
                 "ranks": args.ranks,
                 "rounds": args.rounds,
                 "results": results,

@@ -139,6 +139,9 @@ enum class StepStatus : std::uint32_t {
 /// tuned, so that all know in the next call.
 struct CallReport {
   float seconds = 0;  ///< of the call, from when the ranks had met; 0: there was none
+  /// Of a collective's last call in which ranks of one domain read each other's windows: without
+  /// the wait until all had begun; 0: there was none.
+  float windows_seconds = 0;
 };
 
 /// The fixed head of every message; the counts of a plan or a segment's handle follow it.

@@ -64,7 +64,7 @@ class AllGather {
     first_ = first;
     bytes_ = std::min(round_bytes(), block_ - first);
     window_ = all_.next_window();
-    copy_bytes(all_.staged(all_.rank(), window_), data_ + first_, bytes_);
+    all_.show(all_.staged(all_.rank(), window_), data_ + first_, bytes_);
   }
 
   std::size_t inbox(int rank) const { return all_.staging().inbox() + index(rank) * round_bytes(); }

@@ -104,7 +104,7 @@ class AllReduce {
     turn_to(round);
     for (const Share& share : shares_) {
       if (handles(share)) continue;  // nobody else reads it
-      copy_bytes(window(all_.rank(), share.first), own(share.first), bytes(share.count()));
+      all_.show(window(all_.rank(), share.first), own(share.first), bytes(share.count()));
     }
   }
   /// The ranks of the domain have met since.
@@ -229,6 +229,7 @@ class AllReduce {
     const auto results = [this](std::int64_t at) {
       return std::array<void*, 2>{own(at), window(all_.rank(), at)};
     };
+    if (domains.count() == 1 && all_.stores_past_caches()) return finish_past_caches(share);
     if (domains.count() == 1) {
       return reduce_all(reduction_, rows(share.first), share.count(), results(share.first));
     }
@@ -247,6 +248,17 @@ class AllReduce {
         all_.put(peer, window_ + bytes(at), result, bytes(some));
         all_.tell(peer, bytes(some));
       }
+    }
+  }
+
+  /// A piece is still in the nearest cache when it is copied into the window.
+  void finish_past_caches(const Share& share) {
+    constexpr std::int64_t kPiece = 2048;
+    for (std::int64_t at = share.first; at < share.end; at += kPiece) {
+      const std::int64_t some = std::min(kPiece, share.end - at);
+      void* const out[] = {own(at)};
+      reduce_all(reduction_, rows(at), some, out);
+      all_.show(window(all_.rank(), at), own(at), bytes(some));
     }
   }
 

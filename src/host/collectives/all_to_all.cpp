@@ -160,8 +160,8 @@ class AllToAll {
     window_ = all_.next_window();
     for (const int member : all_.members()) {
       if (member == all_.rank()) continue;
-      copy_bytes(all_.staged(all_.rank(), window_ + index(member) * slot_),
-                 data_ + to_[index(member)] + first, part(counts_.to[index(member)], first));
+      all_.show(all_.staged(all_.rank(), window_ + index(member) * slot_),
+                data_ + to_[index(member)] + first, part(counts_.to[index(member)], first));
     }
   }
 

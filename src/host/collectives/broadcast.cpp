@@ -54,7 +54,7 @@ class Broadcast {
     bytes_ = std::min(all_.staging().window_bytes, bytes_all_ - first);
     window_ = all_.next_window();
     if (all_.rank() == root_) {
-      copy_bytes(all_.staged(root_, window_), data_ + first_, bytes_);
+      all_.show(all_.staged(root_, window_), data_ + first_, bytes_);
     }
   }
 

@@ -136,15 +136,32 @@ void HostCollectives::end_reduce(const ReduceWay& way, const ReduceVolume& volum
 }
 
 void HostCollectives::take_reports() {
-  if (!last_) return;
-  double seconds = 0;
+  double seconds = 0, windows_s = 0;
   for (int r = 0; r < size(); ++r) {
-    seconds = std::max(seconds, static_cast<double>(channel().head(r).report.seconds));
+    const CallReport& theirs = channel().head(r).report;
+    seconds = std::max(seconds, static_cast<double>(theirs.seconds));
+    windows_s = std::max(windows_s, static_cast<double>(theirs.windows_seconds));
   }
   std::scoped_lock lock(choice_mutex_);
-  choice_.observe(last_->way, last_->volume, seconds);
+  if (last_) choice_.observe(last_->way, last_->volume, seconds);
+  if (shown_) store_choice_.observe(shown_->calls, shown_->past, windows_s);
   last_.reset();
+  shown_.reset();
   report_ = {};
+}
+
+// Several domains: what crosses takes the time, and windows are written through the caches.
+void HostCollectives::choose_stores(CallKind kind, std::size_t bytes) {
+  stores_ = {.calls = StoreChoice::calls_of(kind, bytes), .begin = Clock::now()};
+  if (domains().count() > 1) return;
+  std::scoped_lock lock(choice_mutex_);
+  stores_.past = store_choice_.next(stores_.calls);
+}
+
+void HostCollectives::end_windows() {
+  if (!std::exchange(stores_.used, false) || domains().count() > 1) return;
+  report_.windows_seconds = static_cast<float>(stores_.before_s + seconds_since(met_));
+  shown_ = stores_;
 }
 
 Choice HostCollectives::choice(std::size_t bytes, bool any_order) const {

@@ -71,19 +71,31 @@ HostCollectives::~HostCollectives() {
 }
 
 void HostCollectives::meet(const char* call, StepMessage head, std::span<const std::byte> body) {
-  head.report = report_;
+  come(head);
   channel().swap(call, head, body);
+  end_meeting(call, head);
+}
+
+void HostCollectives::meet(const char* call, StepMessage head, const Channel::WriteBody& write) {
+  come(head);
+  channel().swap(call, head, write);
+  end_meeting(call, head);
+}
+
+void HostCollectives::come(StepMessage& head) {
+  head.report = report_;
+  stores_.before_s = std::chrono::duration<double>(Clock::now() - stores_.begin).count();
+  fence_stores();
+}
+
+void HostCollectives::end_meeting(const char* call, const StepMessage& head) {
   engine::check_same_call(channel(), call, head.call);
   take_reports();  // on all ranks or none: whoever differs from one has thrown everywhere
   met_ = Clock::now();
 }
 
-void HostCollectives::meet(const char* call, StepMessage head, const Channel::WriteBody& write) {
-  channel().swap(call, head, write);
-  engine::check_same_call(channel(), call, head.call);
-}
-
 void HostCollectives::meet_members(const char* call) {
+  fence_stores();
   for (const int member : members()) {
     if (member != rank()) tell(member);
   }
@@ -102,7 +114,13 @@ Event HostCollectives::enter(const char* call, Stream* stream,
                              std::function<void(HostCollectives&)> run) {
   HostEngine::Call entered(*engine_, call);
   return engine_->enter(
-      call, stream, [self = shared_from_this(), run = std::move(run)] { run(*self); }, &entered);
+      call, stream,
+      [self = shared_from_this(), run = std::move(run)] {
+        self->stores_.used = false;
+        run(*self);
+        self->end_windows();
+      },
+      &entered);
 }
 
 ReduceFormat usable_format(const ReduceOptions& options, Dtype dtype) {

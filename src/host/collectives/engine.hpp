@@ -13,10 +13,12 @@
 #include <vector>
 
 #include "core/choice/collective_choice.hpp"
+#include "core/choice/store_choice.hpp"
 #include "core/collective_shares.hpp"
 #include "core/engine.hpp"
 #include "host/collectives/coded_sums.hpp"
 #include "host/collectives/reduce.hpp"
+#include "host/kernels/kernels.hpp"
 #include "host/throughput/engine.hpp"
 #include "protocol/windows.hpp"
 
@@ -24,6 +26,12 @@ namespace ferry::host {
 
 /// Bytes of a message that brings its data along, with all ranks' together.
 std::size_t eager_bytes(int ranks);
+
+/// Tensors without elements may have no data; a block may lie where it belongs, where peers read
+/// it.
+inline void copy_bytes(void* to, const void* from, std::size_t bytes) {
+  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
+}
 
 /// The staging buffer of a rank, the same on all ranks: two windows, which the ranks of its domain
 /// read, and an inbox, into which the ranks of other domains write.
@@ -116,11 +124,24 @@ class HostCollectives final : public CollectivesEngine,
   /// Not before all ranks of the domain are here.
   void meet_members(const char* call);
 
+  /// A call begins whose ranks may read each other's windows: how they are written.
+  void choose_stores(CallKind kind, std::size_t bytes);
+  /// Copies what other ranks of the domain read into this rank's window; they see it after the next
+  /// meeting.
+  void show(std::byte* window, const void* data, std::size_t bytes) {
+    if (stores_.past) return kernels().copy_stream(window, data, bytes);
+    copy_bytes(window, data, bytes);
+  }
+  bool stores_past_caches() const { return stores_.past; }
+
   /// The window of the next round, free to be written (protocol/windows.hpp).
   std::size_t next_window() const { return staging_.window(windows_.next()); }
   /// A round begins: the ranks of the domain have met since they wrote their windows. Called for
   /// each round by every rank of the group.
-  void begin_round() { windows_.begin(); }
+  void begin_round() {
+    windows_.begin();
+    stores_.used = true;
+  }
   /// A place in the staging buffer of this rank or of another one of the domain.
   std::byte* staged(int member, std::size_t offset) {
     return channel().pointer(member, place(offset));
@@ -140,8 +161,17 @@ class HostCollectives final : public CollectivesEngine,
   bool doubtful(const std::vector<LinkProbe>& probes) const;
   double ping(const char* call, int to, int from);
   double probe(const char* call, int to, int from, int phase, double latency_s);
+  /// Before a meeting and after it.
+  void come(StepMessage& head);
+  void end_meeting(const char* call, const StepMessage& head);
   /// What all ranks reported in the messages that they have just given each other.
   void take_reports();
+  /// A call ends that the ranks have met in; its report goes out with the next message.
+  void end_windows();
+  /// What was stored past the caches comes before what is told from now on.
+  void fence_stores() const {
+    if (stores_.past) kernels().stream_fence();
+  }
   /// Runs a call of this name in the order of calls.
   Event enter(const char* call, Stream* stream, std::function<void(HostCollectives&)> run);
   fabric::Address place(std::size_t offset) const {
@@ -162,18 +192,23 @@ class HostCollectives final : public CollectivesEngine,
     ReduceVolume volume;
   };
   std::optional<Reduced> last_{};
+  /// Of the call that runs.
+  struct Stores {
+    StoreChoice::Calls calls{};
+    bool past = false;  ///< the caches
+    bool used = false;  ///< ranks have read windows
+    std::chrono::steady_clock::time_point begin{};
+    double before_s = 0;  ///< until this rank came to the meeting
+  };
+  Stores stores_{};
+  std::optional<Stores> shown_{};  // of the last call in which windows were read, until reported
   CallReport report_{};
   std::chrono::steady_clock::time_point met_{};
   mutable std::mutex choice_mutex_;
   CollectiveChoice choice_;
+  StoreChoice store_choice_{};
   int phases_ = 0;  // of all measurements before
 };
-
-/// Tensors without elements may have no data; a block may lie where it belongs, where peers read
-/// it.
-inline void copy_bytes(void* to, const void* from, std::size_t bytes) {
-  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
-}
 
 /// Copies a part of a result of `whole` bytes, past the caches if it does not stay in them.
 void copy_result(std::size_t whole, void* to, const void* from, std::size_t bytes);

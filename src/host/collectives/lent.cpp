@@ -23,6 +23,7 @@ std::atomic_ref<std::uint64_t> readers(HostCollectives& all, int member) {
 Lent::Lent(HostCollectives& all, StepMessage& head, const void* data, std::size_t bytes)
     : all_(all) {
   head.rows = kNotLent;
+  all.choose_stores(head.call.kind, bytes);
   if (all.domains().count() > 1) return;  // who is outside does not reach it
   const auto place = all.find(data, bytes);
   if (place && place->offset % sizeof(float) == 0) {  // as the peers check it

@@ -73,7 +73,7 @@ class ReduceScatter {
     window_ = all_.next_window();
     for (int r = 0; r < all_.size() && elements_ > 0; ++r) {
       if (r == all_.rank()) continue;  // nobody else reads it
-      copy_bytes(window(all_.rank(), r), data_ + bytes(r * block_ + first_), bytes(elements_));
+      all_.show(window(all_.rank(), r), data_ + bytes(r * block_ + first_), bytes(elements_));
     }
   }
 

@@ -86,7 +86,7 @@ class Rows {
     window_ = all_.next_window();
     std::byte* to = all_.staged(all_.rank(), window_);
     for (const std::size_t row : shown_[index(all_.rank())]) {
-      copy_bytes(to, data_ + row * row_bytes_ + first, std::min(slot_, row_bytes_ - first));
+      all_.show(to, data_ + row * row_bytes_ + first, std::min(slot_, row_bytes_ - first));
       to += slot_;
     }
   }
