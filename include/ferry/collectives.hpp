@@ -143,6 +143,9 @@ struct Choice {
   std::vector<double> latency_seconds{};
   std::vector<double> bytes_per_second{};
   std::vector<SlowPair> slow_pairs{};  ///< in ascending order
+  /// Ranks of one domain store what they show of ordinary tensors past the caches: where the cores
+  /// share none, reading what another core wrote takes longer than memory.
+  bool past_caches = false;
 };
 
 struct CollectiveOptions {

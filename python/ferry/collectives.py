@@ -83,6 +83,9 @@ class Choice(NamedTuple):
     slow_pairs: list[tuple[int, int, float]]
     """Two domains and the bytes a second between them, where that is less than the network
     interfaces of both allow."""
+    past_caches: bool
+    """Ranks of one domain store what they show of ordinary tensors past the caches: where the cores
+    share none, reading what another core wrote takes longer than memory."""
 
 
 class Window:
@@ -281,6 +284,7 @@ class Collectives:
             told.latency_seconds,
             told.bytes_per_second,
             told.slow_pairs,
+            told.past_caches,
         )
 
     def reduce_scatter(

@@ -185,6 +185,7 @@ void bind_options(nb::module_& m) {
       .def_ro("observed_seconds", &Choice::observed_seconds)
       .def_ro("latency_seconds", &Choice::latency_seconds)
       .def_ro("bytes_per_second", &Choice::bytes_per_second)
+      .def_ro("past_caches", &Choice::past_caches)
       .def_prop_ro("slow_pairs", [](const Choice& choice) {
         nb::list pairs;
         for (const SlowPair& p : choice.slow_pairs) {

@@ -196,7 +196,8 @@ TEST(Algorithms, BitsDoNotDependOnShares) {
 TEST(Algorithms, TheChoiceIsTheSameOnAllRanks) {
   for (const World& world :
        {World{.ranks = 4, .domain_size = 1}, World{.ranks = 5, .domain_size = 2},
-        World{.ranks = 3, .fabric = FabricKind::sim}}) {
+        World{.ranks = 3, .fabric = FabricKind::sim},
+        World{.ranks = 4, .fabric = FabricKind::shm}}) {
     with_collectives(world, [&](Collectives& all) {
       for (int i = 0; i < (kSanitizer ? 20 : 130); ++i) {
         const std::int64_t count = i % 10 == 9 ? 400'000 : 20'000;
@@ -208,10 +209,10 @@ TEST(Algorithms, TheChoiceIsTheSameOnAllRanks) {
       }
       std::int32_t one = 1;
       all.all_reduce({&one, Dtype::i32, {1}});  // brings the reports of the last call
-      for (const std::size_t bytes : {100, 80'000, 2'000'000}) {
+      for (const std::size_t bytes : {100, 80'000, 2'000'000, 8'000'000}) {
         const Choice mine = all.choice(bytes, true);
         std::vector<double> told{static_cast<double>(mine.algorithm), mine.predicted_seconds,
-                                 mine.observed_seconds};
+                                 mine.observed_seconds, mine.past_caches ? 1.0 : 0.0};
         told.insert(told.end(), mine.shares.begin(), mine.shares.end());
         told.insert(told.end(), mine.bytes_per_second.begin(), mine.bytes_per_second.end());
         const auto count = static_cast<std::int64_t>(told.size() * sizeof(double));
@@ -224,7 +225,11 @@ TEST(Algorithms, TheChoiceIsTheSameOnAllRanks) {
         }
         if (bytes == 100) {
           EXPECT_EQ(mine.algorithm, Algorithm::one_shot);
+          EXPECT_FALSE(mine.past_caches);
+        } else if (all.domains() == 1) {
+          EXPECT_TRUE(mine.past_caches || bytes < 8'000'000);  // of those nothing is known yet
         } else {
+          EXPECT_FALSE(mine.past_caches);
           EXPECT_GT(mine.predicted_seconds, 0);
           EXPECT_GT(mine.bytes_per_second[0], 0);
         }

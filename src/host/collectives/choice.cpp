@@ -183,6 +183,8 @@ Choice HostCollectives::choice(std::size_t bytes, bool any_order) const {
     told.bytes_per_second.push_back(n > 1 ? port.bytes_per_s : 0);
   }
   told.slow_pairs = choice_.links().slow_pairs();
+  told.past_caches = n == 1 && told.algorithm != Algorithm::one_shot &&
+                     store_choice_.best(StoreChoice::calls_of(CallKind::all_reduce, bytes));
   return told;
 }
 
