@@ -5,14 +5,18 @@ fresh install and run. An HTML comment on the line before the fence says otherwi
 
     <!-- test: ranks=4 -->        run under `ferry run -n 4 --`
     <!-- test: elastic=2:4 -->    run under `ferry run --elastic 2:4 --restarts 3 --`
+    <!-- test: survive=3:4 -->    run under `ferry run --elastic 3:4 --`: nobody takes a place
     <!-- test: continue -->       goes on from the block before it (Python)
     <!-- test: needs=mpi4py -->   skipped where this Python module is missing
     <!-- test: compile -->        compile only
+    <!-- test: file=program.py -->  not run by itself: a file for the page's next `shell` block
+    <!-- test: shell=hosts -->    a block of `sh` that is run; skipped where no network namespaces are
     <!-- test: skip: reason -->   not a program; say why
 """
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.util
 import os
 import re
@@ -43,6 +47,7 @@ class Block:
     language: str
     mark: str
     code: str
+    files: tuple[tuple[str, str], ...] = ()  # names and contents
 
     @property
     def ranks(self) -> int:
@@ -54,30 +59,38 @@ class Block:
         return self.mark.removeprefix("elastic=") if self.mark.startswith("elastic=") else ""
 
     @property
+    def survive(self) -> str:
+        return self.mark.removeprefix("survive=") if self.mark.startswith("survive=") else ""
+
+    @property
     def needs(self) -> str:
         return self.mark.removeprefix("needs=") if self.mark.startswith("needs=") else ""
 
 
 def blocks_of(page: str, text: str) -> list[Block]:
-    """The python and cpp blocks of a page, in order; `continue` joins a block to the one before."""
+    """The blocks of a page to be run, in order; `continue` joins a block to the one before."""
     blocks: list[Block] = []
+    files: list[tuple[str, str]] = []
     for found in FENCE.finditer(text):
-        if found["language"] not in ("python", "cpp"):
-            continue
         before = MARK.search(text[: found.start()])
         mark = before["mark"] if before else ""
+        if found["language"] not in ("python", "cpp") and not (mark and found["language"] == "sh"):
+            continue
         line = text.count("\n", 0, found.start()) + 1
         indent = len(found["indent"])
         code = "".join(row[indent:] or "\n" for row in found["body"].splitlines(keepends=True))
-        known = r"|compile|continue|ranks=\d+|elastic=\d+:\d+|needs=\w+|skip: .+"
+        known = r"|compile|continue|ranks=\d+|(elastic|survive)=\d+:\d+|needs=\w+|file=\S+|shell=hosts|skip: .+"
         if not re.fullmatch(known, mark):
             raise ValueError(f"{page}:{line}: unknown mark '{mark}'")
         if mark == "continue":
             last = blocks.pop()
             code = last.code + code
             blocks.append(Block(page, last.line, last.language, last.mark, code))
+        elif mark.startswith("file="):
+            files.append((mark.removeprefix("file="), code))
         else:
-            blocks.append(Block(page, line, found["language"], mark, code))
+            with_files = tuple(files) if mark.startswith("shell=") else ()
+            blocks.append(Block(page, line, found["language"], mark, code, with_files))
     return blocks
 
 
@@ -114,13 +127,26 @@ def run(command: list[str], where: Path) -> str:
 
 
 def under_ferry(block: Block, command: list[str]) -> list[str]:
-    if not block.ranks and not block.elastic:
+    if not block.ranks and not block.elastic and not block.survive:
         return command
     ferry = shutil.which("ferry", path=PLACES)
     assert ferry, "the command `ferry` is not built: make package"
     if block.elastic:
         return [ferry, "run", "--elastic", block.elastic, "--restarts", "3", "--", *command]
+    if block.survive:
+        return [ferry, "run", "--elastic", block.survive, "--", *command]
     return [ferry, "run", "-n", str(block.ranks), "--", *command]
+
+
+def run_in_shell(block: Block, where: Path) -> None:
+    allowed = subprocess.run(["unshare", "-rnm", "true"], capture_output=True, check=False)
+    if allowed.returncode != 0 or shutil.which("ip") is None:
+        pytest.skip("no network namespaces here, or no `ip` (iproute2)")
+    if ctypes.util.find_library("fabric") is None:
+        pytest.skip("no libfabric here")
+    for name, content in block.files:
+        (where / name).write_text(content, encoding="utf-8")
+    run(["bash", "-e", "-c", block.code], where)
 
 
 @pytest.fixture(scope="session")
@@ -144,7 +170,7 @@ def with_torch() -> Iterator[list[str]]:
             listener.bind(path)
             listener.listen(64)
             server = subprocess.Popen(
-                [sys.executable, forked, "serve", str(listener.fileno()), "torch"],
+                [sys.executable, forked, "serve", str(listener.fileno()), "torch._dynamo"],
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.PIPE,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -157,6 +183,9 @@ def with_torch() -> Iterator[list[str]]:
 def test_block(block: Block, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if block.needs and importlib.util.find_spec(block.needs) is None:
         pytest.skip(f"{block.needs} is not installed")
+    if block.language == "sh":
+        run_in_shell(block, tmp_path)
+        return
     if block.language == "python":
         program = tmp_path / "block.py"
         program.write_text(block.code, encoding="utf-8")
@@ -164,7 +193,7 @@ def test_block(block: Block, request: pytest.FixtureRequest, tmp_path: Path) -> 
             compile(block.code, block.page, "exec")
         else:
             python = [sys.executable]
-            if block.ranks and "import torch" in block.code:
+            if (block.ranks or block.survive) and "import torch" in block.code:
                 python = request.getfixturevalue("with_torch")
             run(under_ferry(block, [*python, str(program)]), tmp_path)
         return
@@ -203,6 +232,12 @@ def test_a_forked_program_ends_with_the_one_that_asked(
     asked.kill()
     assert asked.stdout.read() == ""  # comes when nobody holds the pipe any more
     asked.wait()
+
+
+def test_a_shell_block_gets_the_files_before_it() -> None:
+    page = "<!-- test: file=a.py -->\n```python\n1\n```\n```sh\nls\n```\n"
+    (block,) = blocks_of("page.md", page + "<!-- test: shell=hosts -->\n```sh\ncat a.py\n```\n")
+    assert (block.code, block.files) == ("cat a.py\n", (("a.py", "1\n"),))
 
 
 PAGE = """
@@ -249,4 +284,4 @@ def test_an_unknown_mark_is_refused() -> None:
 
 def test_there_is_something_to_run() -> None:
     languages = {block.language for block in all_blocks()}
-    assert languages == {"python", "cpp"}, "README.md shows both"
+    assert languages == {"python", "cpp", "sh"}, "README.md shows Python and C++"
