@@ -9,8 +9,8 @@ fresh install and run. An HTML comment on the line before the fence says otherwi
     <!-- test: continue -->       goes on from the block before it (Python)
     <!-- test: needs=mpi4py -->   skipped where this Python module is missing
     <!-- test: compile -->        compile only
-    <!-- test: file=program.py -->  not run by itself: a file for the page's next `shell` block
-    <!-- test: shell=hosts -->    a block of `sh` that is run; skipped where no network namespaces are
+    <!-- test: file=program.py -->  not run by itself: a file for the `shell` blocks that follow
+    <!-- test: shell=hosts -->    a block of `sh` to run; skipped without network namespaces
     <!-- test: skip: reason -->   not a program; say why
 """
 
@@ -74,7 +74,7 @@ def blocks_of(page: str, text: str) -> list[Block]:
     for found in FENCE.finditer(text):
         before = MARK.search(text[: found.start()])
         mark = before["mark"] if before else ""
-        if found["language"] not in ("python", "cpp") and not (mark and found["language"] == "sh"):
+        if found["language"] not in (("python", "cpp", "sh") if mark else ("python", "cpp")):
             continue
         line = text.count("\n", 0, found.start()) + 1
         indent = len(found["indent"])
