@@ -17,7 +17,7 @@ copyright = author
 VERSION = (ROOT / "include/ferry/version.hpp").read_text()
 release = ".".join(re.findall(r"#define FERRY_VERSION_\w+ (\d+)", VERSION))
 
-extensions = ["myst_parser", "breathe", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "breathe", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "_doxygen"]
 html_theme = "furo"
 html_title = f"Ferry {release}"
@@ -25,6 +25,9 @@ html_show_copyright = False
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
+nb_execution_mode = "force"  # notebooks are stored without outputs: the build runs them
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
 # Pages link to files of the repository, which are not pages.
 suppress_warnings = ["myst.xref_missing"]
 
