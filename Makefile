@@ -46,7 +46,7 @@ PACKAGE_STAMP := .venv/.ferry-package
 PACKAGE_FOUND := .venv/.ferry-package-found
 
 .PHONY: help demo test lint conformance docs bench compare format clean setup-demo setup-test setup-docs \
-	setup-lint host package wheels
+	setup-lint host package wheels deb
 
 help:
 	@echo 'Ferry: carries Mixture-of-Experts tokens to their experts and back.'
@@ -55,6 +55,7 @@ help:
 	@echo '  make test         every test of the project (about 30 minutes on 2 cores)'
 	@echo '  make package      build the Python package and the command `ferry` into .venv'
 	@echo '  make wheels       wheels for x86-64 and aarch64 that need no compiler, and the sdist (dist/)'
+	@echo '  make deb          Debian packages of the command and the C++ library (dist/)'
 	@echo '  make host         build the C++ library, the command line and their tests (build/host)'
 	@echo '  make lint         formats, include arrows, headers that compile alone'
 	@echo '  make conformance  the full conformance matrix (long; make test runs a pairwise cover)'
@@ -98,6 +99,9 @@ $(PACKAGE_FOUND): setup-demo
 wheels:
 	@tools/setup/install.sh test
 	@bash -c '. tools/setup/probe.sh && exec "$$(find_python)" tools/wheels/make.py'
+
+deb:
+	@tools/debian/make.sh
 
 demo: package
 	@.venv/bin/python $(DEMO) $(DEMO_ARGS)

@@ -2,7 +2,7 @@
 
     run_all.py [STAGE ...]
 
-Without stages: all but `wheels`, `windows` and `conformance`. One thread builds the stages in turn,
+Without stages: all but `wheels`, `debian`, `windows` and `conformance`. One thread builds the stages in turn,
 another one tests them: tests mostly wait, and what they leave of the processors builds the next
 stages, at a low priority.
 
@@ -26,7 +26,7 @@ from stages import STAGES, CannotRunError, set_kernel_options
 from steps import IN_CI, LOGS, USED, Result, say, stop_all
 
 LIMIT_S = 30 * 60  # of the whole, on two cores of CI
-ON_DEMAND = ("wheels", "windows", "conformance")
+ON_DEMAND = ("wheels", "debian", "windows", "conformance")
 BUILD_NICE = 15
 
 

@@ -211,6 +211,12 @@ def build_wheels() -> Result:
     return result
 
 
+def build_debian() -> Result:
+    result = Result()
+    result.passed = int(result.step(run("debian", "make", "deb", quiet=True), "make deb"))
+    return result
+
+
 def check_lint() -> Result:
     ok = run("lint", sys.executable, "tools/lint/lint.py")
     found = re.findall(r"lint: (\d+) passed, (\d+) failed", (LOGS / "lint.log").read_text())
@@ -305,6 +311,9 @@ STAGES: dict[str, Stage] = {
     "docs": Stage(build_docs),
     "wheels": Stage(
         build_wheels, lambda: pytest("wheels-roots", ["tests/install/check_wheels.py"])
+    ),
+    "debian": Stage(
+        build_debian, lambda: pytest("debian-root", ["tests/install/check_debian.py"])
     ),
     "conformance": Stage(partial(build, "host", targets=("conformance_full",)), test_conformance),
 }
