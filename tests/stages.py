@@ -312,8 +312,6 @@ STAGES: dict[str, Stage] = {
     "wheels": Stage(
         build_wheels, lambda: pytest("wheels-roots", ["tests/install/check_wheels.py"])
     ),
-    "debian": Stage(
-        build_debian, lambda: pytest("debian-root", ["tests/install/check_debian.py"])
-    ),
+    "debian": Stage(build_debian, lambda: pytest("debian-root", ["tests/install/check_debian.py"])),
     "conformance": Stage(partial(build, "host", targets=("conformance_full",)), test_conformance),
 }
