@@ -2,9 +2,9 @@
 
     run_all.py [STAGE ...]
 
-Without stages: all but `wheels`, `debian`, `windows` and `conformance`. One thread builds the stages in turn,
-another one tests them: tests mostly wait, and what they leave of the processors builds the next
-stages, at a low priority.
+Without stages: all but `wheels`, `debian`, `windows` and `conformance`. One thread builds the
+stages in turn, another one tests them: tests mostly wait, and what they leave of the processors
+builds the next stages, at a low priority.
 
 The last line is "N passed, M failed", alone; the exit status is 1 if anything failed. A build that
 fails counts as one failed test. A stage that cannot run on this machine says so in capitals, and
