@@ -1,11 +1,17 @@
 #include "api/elastic.hpp"
 
+#include <cstdint>
+#include <cstring>
+#include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "api/agreement.hpp"
 #include "core/check.hpp"
+#include "fabric/domains/domain_fabric.hpp"
 #include "fabric/lobby.hpp"
+#include "fabric/ofi/ofi.hpp"
 #include "fabric/segment_handle.hpp"
 #include "fabric/shm/shm.hpp"
 #include "host/throughput/engine.hpp"
@@ -18,12 +24,44 @@ std::string lobby_name(const Bootstrap& bootstrap, const GroupConfig& config) {
          (bootstrap.job().empty() ? std::string() : " of the job at " + bootstrap.job());
 }
 
-[[noreturn]] void throw_unsupported(const Bootstrap& bootstrap, const std::string& got) {
+[[noreturn]] void throw_unsupported(int rank, const std::string& got) {
   throw Error(ErrorKind::unsupported,
               "Group: elastic: got " + got + "; expected at most " +
                   std::to_string(engine::SeatTraits::kSeats) +
-                  " ranks as processes of one host and one domain (fabric shm), backend host",
-              {bootstrap.rank(), -1, "Group: elastic", 0, 0, 0});
+                  " ranks as processes (fabric shm), in one domain or in several that libfabric "
+                  "joins (network ofi), backend host",
+              {rank, -1, "Group: elastic", 0, 0, 0});
+}
+
+/// What a process that joins must know: the domain of each rank, then what its network needs.
+std::vector<std::byte> invitation_of(const Domains& domains, const fabric::Fabric& fabric) {
+  if (domains.count() == 1) return {};
+  std::vector<std::uint16_t> labels;
+  for (int rank = 0; rank < domains.ranks(); ++rank) {
+    labels.push_back(static_cast<std::uint16_t>(domains.of(rank)));
+  }
+  const auto first = std::as_bytes(std::span(labels));
+  std::vector<std::byte> all(first.begin(), first.end());
+  const auto network = fabric.invitation();
+  all.insert(all.end(), network.begin(), network.end());
+  return all;
+}
+
+/// The domains that an invitation says; its rest is left.
+Domains take_domains(std::span<const std::byte>& invitation, int rank, int size) {
+  if (invitation.empty()) return Domains::blocks(size, 0);
+  std::vector<std::uint16_t> labels(static_cast<std::size_t>(size));
+  const std::size_t bytes = labels.size() * sizeof(std::uint16_t);
+  if (invitation.size() < bytes) {
+    throw Error(ErrorKind::mismatch,
+                "Group: rank " + std::to_string(rank) + " cannot join: what the group shows has " +
+                    std::to_string(invitation.size()) + " bytes, expected at least " +
+                    std::to_string(bytes) + "; it has other ranks, or another version of Ferry",
+                {rank, -1, "Group: elastic", 0, 0, 0});
+  }
+  std::memcpy(labels.data(), invitation.data(), bytes);
+  invitation = invitation.subspan(bytes);
+  return Domains(std::vector<int>(labels.begin(), labels.end()));
 }
 
 }  // namespace
@@ -31,14 +69,14 @@ std::string lobby_name(const Bootstrap& bootstrap, const GroupConfig& config) {
 void open_lobby(const Bootstrap& bootstrap, const GroupConfig& config, const Inside& inside,
                 fabric::Fabric& fabric) {
   if (config.elastic.empty()) return;
-  if (fabric.lobby() == nullptr || inside.domains.count() > 1) {
-    throw_unsupported(bootstrap, std::to_string(inside.domains.count()) + " domains, fabric " +
-                                     std::string(fabric.name()));
+  const int rank = bootstrap.rank(), size = bootstrap.size();
+  if (fabric.lobby() == nullptr) {
+    throw_unsupported(rank, std::to_string(inside.domains.count()) + " domains, fabric " +
+                                std::string(fabric.name()));
   }
-  if (fabric.size() > engine::SeatTraits::kSeats) {
-    throw_unsupported(bootstrap, std::to_string(fabric.size()) + " ranks");
-  }
-  fabric.lobby()->open(lobby_name(bootstrap, config), config_text(config, bootstrap.size()), 0);
+  if (size > engine::SeatTraits::kSeats) throw_unsupported(rank, std::to_string(size) + " ranks");
+  fabric.lobby()->open({lobby_name(bootstrap, config), config_text(config, size), 0,
+                        invitation_of(inside.domains, fabric)});
 }
 
 std::shared_ptr<Engine> join_group(const Bootstrap& bootstrap, GroupConfig config) {
@@ -49,19 +87,26 @@ std::shared_ptr<Engine> join_group(const Bootstrap& bootstrap, GroupConfig confi
            "the name that the group was made with");
   }
   const bool shm = config.fabric == FabricKind::shm || config.fabric == FabricKind::automatic;
-  if (!shm) throw_unsupported(bootstrap, "fabric " + std::string(name_of(config.fabric)));
-  if (size > engine::SeatTraits::kSeats) {
-    throw_unsupported(bootstrap, std::to_string(size) + " ranks");
-  }
+  if (!shm) throw_unsupported(rank, "fabric " + std::string(name_of(config.fabric)));
+  if (size > engine::SeatTraits::kSeats) throw_unsupported(rank, std::to_string(size) + " ranks");
   const std::string text = config_text(config, size);
   const fabric::JobKey ticket = fabric::random_key(rank);
   const std::string name = lobby_name(bootstrap, config);
-  auto fabric = fabric::join_shm_fabric(rank, size, name, config.deadline, config.on_wait);
-  fabric->lobby()->open(name, text, ticket[0] | 1);
+  fabric::Met met = fabric::join_shm_fabric(rank, size, name, config.deadline, config.on_wait);
+  std::unique_ptr<fabric::Fabric> fabric = std::move(met.fabric);
+  check_same(text, rank, met.there.text, met.there.rank);
+  fabric->lobby()->open({name, text, ticket[0] | 1, met.there.invitation});
   for (const fabric::Visitor& there : fabric->lobby()->visitors()) {
     check_same(text, rank, there.text, there.rank);
   }
-  return host::join_host_engine(config, std::move(fabric), ticket[0] | 1);
+  std::span<const std::byte> rest = met.there.invitation;
+  const Domains domains = take_domains(rest, rank, size);
+  if (domains.count() > 1) {
+    fabric = fabric::make_domain_fabric(
+        domains, std::move(fabric),
+        fabric::join_ofi_fabric(rank, size, config.ofi, rest, config.deadline));
+  }
+  return host::join_host_engine(config, domains, std::move(fabric), ticket[0] | 1);
 }
 
 }  // namespace ferry

@@ -10,10 +10,11 @@
 namespace ferry::engine {
 namespace {
 
-/// Nobody joins from another domain, so no statement between them names a joiner.
 bool of_ranks(const Member::View& view, const Member::Seats& all) {
   for (const protocol::Join& join : view.joins) {
-    if (join != protocol::Join{}) return false;
+    const bool named = join.seat < static_cast<std::uint64_t>(SeatTraits::kSeats) &&
+                       view.live.has(static_cast<int>(join.seat));
+    if (join != protocol::Join{} && !named) return false;
   }
   return all.contains(view.live);
 }
@@ -42,11 +43,21 @@ Carrier::Carrier(fabric::Fabric& fabric, const Domains& domains, std::byte* cont
       seats_(static_cast<std::size_t>(fabric.size())) {}
 
 void Carrier::say(int peer, const Said& said) {
-  send(peer, {Kind::statement, static_cast<std::uint64_t>(rank_), said});
+  send(peer, {Kind::statement, static_cast<std::uint64_t>(rank_), 0, said});
 }
 
 void Carrier::tell_last(int peer, int seat, const Said& said) {
-  send(peer, {Kind::last, static_cast<std::uint64_t>(seat), said});
+  std::uint64_t ticket = said.ticket;
+  if (ticket == 0) {
+    const std::scoped_lock lock(mutex_);
+    ticket = seats_[static_cast<std::size_t>(seat)].ticket;
+  }
+  send(peer, {Kind::last, static_cast<std::uint64_t>(seat), ticket, said});
+}
+
+void Carrier::tell_waits(int peer, protocol::Epoch epoch, int seat, const Said& said,
+                         std::span<const std::byte> card) {
+  send(peer, {Kind::waits, static_cast<std::uint64_t>(seat), epoch, said}, card);
 }
 
 void Carrier::leave() {
@@ -58,14 +69,18 @@ void Carrier::leave() {
 }
 
 void Carrier::evict(int peer, protocol::Epoch epoch) {
-  Text text{Kind::evicted, static_cast<std::uint64_t>(peer), {}};
+  Text text{Kind::evicted, static_cast<std::uint64_t>(peer), 0, {}};
   text.said.epoch = epoch;
   send(peer, text);
 }
 
-void Carrier::send(int peer, const Text& text) {
+void Carrier::send(int peer, const Text& text, std::span<const std::byte> card) {
   static_assert(std::is_trivially_copyable_v<Text>);
-  fabric_.send_text(peer, std::as_bytes(std::span(&text, 1)));
+  const auto head = std::as_bytes(std::span(&text, 1));
+  if (card.empty()) return fabric_.send_text(peer, head);
+  std::vector<std::byte> all(head.begin(), head.end());
+  all.insert(all.end(), card.begin(), card.end());
+  fabric_.send_text(peer, all);
 }
 
 std::optional<Carrier::Said> Carrier::heard(int peer, std::uint64_t& seen) {
@@ -81,6 +96,20 @@ std::optional<Carrier::Said> Carrier::last(int seat) {
   return seats_[static_cast<std::size_t>(seat)].last;
 }
 
+std::optional<Carrier::Waiting> Carrier::waiting(int seat) {
+  const std::scoped_lock lock(mutex_);
+  return seats_[static_cast<std::size_t>(seat)].waiting;
+}
+
+void Carrier::seat(int seat, std::uint64_t ticket) {
+  const std::scoped_lock lock(mutex_);
+  Seat& there = seats_[static_cast<std::size_t>(seat)];
+  if (there.ticket == ticket) return;
+  there.ticket = ticket;
+  there.newest = {};
+  there.last.reset();
+}
+
 /// Whether what came can be: seats and sets of the group, about who may say it.
 bool Carrier::sound(int peer, const Text& text) const {
   const auto ranks = static_cast<std::uint64_t>(domains_.ranks());
@@ -88,7 +117,7 @@ bool Carrier::sound(int peer, const Text& text) const {
   const auto seat = static_cast<int>(text.seat);
   const Member::Seats all = Member::Seats::first(domains_.ranks());
   const Said& said = text.said;
-  if (said.ticket != 0 || !all.contains(said.suspects) || !all.contains(said.quarantined) ||
+  if (!all.contains(said.suspects) || !all.contains(said.quarantined) ||
       !of_ranks(said.view, all) || !of_ranks(said.proposal, all)) {
     return false;
   }
@@ -96,33 +125,48 @@ bool Carrier::sound(int peer, const Text& text) const {
     case Kind::statement: return seat == peer && said.epoch != 0;
     case Kind::last: return domains_.together(seat, peer);
     case Kind::evicted: return seat == rank_ && said.epoch != 0;
+    case Kind::waits: return domains_.together(seat, peer) && said.epoch == 0 && said.ticket != 0;
   }
   return false;
 }
 
-void Carrier::take(int peer, std::span<const std::byte> bytes) {
-  Text text;
-  if (bytes.size() == sizeof text) {
-    std::memcpy(&text, bytes.data(), sizeof text);
-    if (!sound(peer, text)) return;
-    const std::scoped_lock lock(mutex_);
-    Seat& seat = seats_[text.seat];
-    const Said& newest = seat.newest;
-    if (text.kind == Kind::evicted) {
+void Carrier::take(Seat& seat, const Text& text, std::span<const std::byte> card) {
+  const Said& said = text.said;
+  switch (text.kind) {
+    case Kind::evicted: {
       auto* word = reinterpret_cast<std::uint64_t*>(control_ + layout_.evicted);
       // Release: as a rank of this domain would write it.
-      std::atomic_ref(*word).store(text.said.epoch, std::memory_order_release);
-    } else if (text.kind == Kind::last) {
-      seat.last = text.said;
-    } else if (std::pair(text.said.epoch, text.said.number) >
-               std::pair(newest.epoch, newest.number)) {
-      seat.newest = text.said;
-      ++seat.count;
+      std::atomic_ref(*word).store(said.epoch, std::memory_order_release);
+      return;
     }
-  } else if (!bytes.empty()) {
-    return;
+    case Kind::waits:
+      seat.waiting = {text.about, said, {card.begin(), card.end()}};
+      return;
+    case Kind::last:
+      if (text.about == seat.ticket) seat.last = said;
+      return;
+    case Kind::statement:
+      if (said.ticket != seat.ticket || std::pair(said.epoch, said.number) <=
+                                            std::pair(seat.newest.epoch, seat.newest.number)) {
+        return;
+      }
+      seat.newest = said;
+      ++seat.count;
+  }
+}
+
+void Carrier::take(int peer, std::span<const std::byte> bytes) {
+  Text text;
+  if (bytes.empty()) {
+    DeathWatch::tell();  // a failure broadcast has come, too, a fence or a greeting
+  } else if (bytes.size() >= sizeof text) {
+    std::memcpy(&text, bytes.data(), sizeof text);
+    const auto card = bytes.subspan(sizeof text);
+    if (!sound(peer, text) || card.empty() != (text.kind != Kind::waits)) return;
+    const std::scoped_lock lock(mutex_);
+    take(seats_[text.seat], text, card);
   } else {
-    DeathWatch::tell();  // a failure broadcast has come, too, or a fence
+    return;
   }
   ring(control_, layout_);
 }

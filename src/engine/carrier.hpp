@@ -32,6 +32,10 @@ class Carrier {
   // To far ranks; never block.
 
   void say(int peer, const Said& said);
+  /// A process of this domain waits for a seat: what it says, and how it is reached. `epoch`: in
+  /// which it may be taken in.
+  void tell_waits(int peer, protocol::Epoch epoch, int seat, const Said& said,
+                  std::span<const std::byte> card);
   /// Of a rank of this domain that has ended: what it said last.
   void tell_last(int peer, int seat, const Said& said);
   /// This rank has left, and says nothing more: the same of itself, to all far ranks.
@@ -43,23 +47,37 @@ class Carrier {
   std::optional<Said> heard(int peer, std::uint64_t& seen);
   /// What a far rank said last, which has ended.
   std::optional<Said> last(int seat);
+  /// A process that waits for a far seat.
+  struct Waiting {
+    protocol::Epoch epoch = 0;
+    Said said{};
+    std::vector<std::byte> card{};
+  };
+  std::optional<Waiting> waiting(int seat);
+
+  /// From now on the seat is the process with this ticket: nothing counts that another one said.
+  void seat(int seat, std::uint64_t ticket);
 
  private:
-  enum class Kind : std::uint64_t { statement = 1, last = 2, evicted = 3 };
+  enum class Kind : std::uint64_t { statement = 1, last = 2, evicted = 3, waits = 4 };
   struct Text {
     Kind kind{};
     std::uint64_t seat = 0;
+    std::uint64_t about = 0;  // last: the ticket of who had the seat; waits: the epoch
     Said said{};
   };
   struct Seat {
     std::uint64_t count = 0;  // statements that were newer than the one before
     Said newest{};
     std::optional<Said> last{};
+    std::uint64_t ticket = 0;  // of the process that has the seat
+    std::optional<Waiting> waiting{};
   };
 
   Carrier(fabric::Fabric& fabric, const Domains& domains, std::byte* control,
           const ControlLayout& layout);
-  void send(int peer, const Text& text);
+  void send(int peer, const Text& text, std::span<const std::byte> card = {});
+  void take(Seat& seat, const Text& text, std::span<const std::byte> card);
   void take(int peer, std::span<const std::byte> bytes);
   bool sound(int peer, const Text& text) const;
 

@@ -53,6 +53,7 @@ Regroup::Regroup(std::shared_ptr<Memory> memory, std::shared_ptr<Carrier> carrie
       member_(std::make_unique<Member>(ticket == 0 ? Member::founder(channel.rank(), channel.size())
                                                    : Member::joiner(channel.rank(), ticket))),
       seating_(*memory_->fabric, layout),
+      linking_(*memory_->fabric, carrier_, channel, ticket),
       seated_(ticket == 0 ? 1 : 0),
       heard_(static_cast<std::size_t>(channel.size())),
       said_(heard_.size()) {}
@@ -74,6 +75,7 @@ Epoch Regroup::agree(protocol::Epoch since) {
       publish();
     }
     check_standing();
+    advance_links();
     // An epoch that was over before this rank went on in it.
     if (member_->view().epoch > left_epoch_ + 1) leave_epoch(member_->view().epoch - 1);
     if (member_->view().epoch != newest && ready_to_go_on()) {
@@ -92,7 +94,18 @@ Epoch Regroup::agree(protocol::Epoch since) {
 
 void Regroup::hear_guests() {
   if (!seating_.open() || member_->view().live.count() == channel_.size()) return;
-  if (seating_.try_update()) seating_.hear_waiting(*member_);
+  if (!seating_.try_update()) return;
+  seating_.hear_waiting(*member_);
+  if (!carrier_) return;
+  waiting_ = seating_.waiting(*member_);
+  waiting_since_ = member_->view().epoch;
+  for_far([this](int peer) { tell_waiting(peer); });  // before this rank says that it has stopped
+}
+
+void Regroup::tell_waiting(int peer) const {
+  for (const Seating::Guest& guest : waiting_) {
+    carrier_->tell_waits(peer, waiting_since_, guest.visitor.rank, guest.said, guest.visitor.card);
+  }
 }
 
 void Regroup::seat_joiners() {
@@ -100,16 +113,34 @@ void Regroup::seat_joiners() {
   if (member_->standing() != Standing::kMember || view.epoch == seated_) return;
   if (seated_ == 0) {
     seating_.seat_all(view);
+    for_far([&](int peer) { linking_.begin(peer, view, view.ticket(peer)); });
   } else {
     for (const protocol::Join& join : view.joins) {
       if (join.ticket == 0) continue;
       const auto seat = static_cast<int>(join.seat);
+      if (far(seat)) {
+        linking_.begin(seat, view, join.ticket);
+        continue;
+      }
       seating_.seat(seat, join.ticket);
+      if (carrier_) carrier_->seat(seat, join.ticket);
+      ended_.remove(seat);
       heard_[static_cast<std::size_t>(seat)] = 0;
       said_[static_cast<std::size_t>(seat)] = {};
     }
   }
   seated_ = view.epoch;
+}
+
+/// Who can be reached from now on hears what it has missed.
+void Regroup::advance_links() {
+  Member::Seats failed;
+  for (const int peer : linking_.advance(member_->view().live, failed)) {
+    if (left_epoch_ >= linking_.since(peer)) memory_->fabric->fence(peer, left_epoch_);
+    tell_waiting(peer);
+    carrier_->say(peer, member_->statement());
+  }
+  for (int seat = failed.next(); seat >= 0; seat = failed.next(seat + 1)) member_->suspect(seat);
 }
 
 Epoch Regroup::join() {
@@ -182,7 +213,7 @@ std::vector<int> Regroup::joined(const Epoch& epoch) const {
   std::vector<int> ranks;
   for (const int rank : epoch.ranks) {
     // One that has not said yet when it joined has committed nothing since.
-    const std::uint64_t at = channel_.joined_at(rank);
+    const std::uint64_t at = far(rank) ? linking_.joined_at(rank) : channel_.joined_at(rank);
     if (at == Channel::kJoining || at == epoch.step + 1) ranks.push_back(rank);
   }
   return ranks;
@@ -232,7 +263,9 @@ bool Regroup::ready_to_go_on() {
   bool ready = true;
   const bool late = Clock::now() >= timeout_;
   for_far([&](int peer) {
-    if (memory_->fabric->fenced(peer, member_->view().epoch - 1)) return;
+    const protocol::Epoch before = member_->view().epoch - 1;
+    const bool linked = !linking_.pending(peer);
+    if (linked && (linking_.since(peer) > before || memory_->fabric->fenced(peer, before))) return;
     if (late) {
       member_->suspect(peer);
       timeout_ = Clock::now() + config_.deadline;
@@ -275,6 +308,10 @@ void Regroup::poll_near(int peer, bool processes) {
 
 void Regroup::poll_far(int peer, bool processes) {
   const auto p = static_cast<std::size_t>(peer);
+  if (!member_->view().live.has(peer)) {
+    const auto waiting = carrier_->waiting(peer);
+    if (waiting && waiting->epoch == member_->view().epoch) member_->hear(peer, waiting->said);
+  }
   if (const auto said = carrier_->heard(peer, heard_[p])) {
     said_[p] = *said;
     heard_at_ = Clock::now();
@@ -283,7 +320,8 @@ void Regroup::poll_far(int peer, bool processes) {
   if (const auto last = carrier_->last(peer)) {
     if (last->epoch != 0) member_->hear(peer, *last);
     member_->died(peer);
-  } else if (processes && memory_->fabric->peer_state(peer) != fabric::PeerState::alive) {
+  } else if (processes && !linking_.pending(peer) &&
+             memory_->fabric->peer_state(peer) != fabric::PeerState::alive) {
     member_->suspect(peer);
   }
 }
@@ -314,6 +352,7 @@ void Regroup::publish() {
 /// What came before the peer listened is lost.
 void Regroup::send_again() {
   for_far([this](int peer) {
+    tell_waiting(peer);
     carrier_->say(peer, member_->statement());
     for (int seat = ended_.next(); seat >= 0; seat = ended_.next(seat + 1)) {
       carrier_->tell_last(peer, seat, said_[static_cast<std::size_t>(seat)]);
@@ -433,7 +472,7 @@ Epoch Regroup::go_on() {
 }
 
 void Regroup::free_held() const {
-  if (!memory_->arena.holds_back() || seating_.former_may_write()) return;
+  if (!memory_->arena.holds_back() || seating_.former_may_write() || linking_.any()) return;
   for (int peer = 0; peer < channel_.size(); ++peer) {
     if (channel_.has(peer)) continue;
     if (far(peer)) return;  // what it has sent may still be under way

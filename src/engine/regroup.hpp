@@ -10,6 +10,7 @@
 
 #include "engine/carrier.hpp"
 #include "engine/channel.hpp"
+#include "engine/linking.hpp"
 #include "engine/seating.hpp"
 
 namespace ferry::engine {
@@ -43,7 +44,7 @@ class Regroup {
   /// Those of `epoch` that have joined since its step was committed.
   std::vector<int> joined(const Epoch& epoch) const;
   /// Whether a seat was ever taken by another process.
-  bool ever_seated() const { return seating_.ever_seated(); }
+  bool ever_seated() const { return seating_.ever_seated() || linking_.any(); }
   /// Regions that were held back are free again if no rank that was lost can still write to them.
   void free_held() const;
 
@@ -55,7 +56,9 @@ class Regroup {
   void begin(std::uint64_t step);
   Epoch agree(protocol::Epoch since);
   void hear_guests();
+  void tell_waiting(int peer) const;
   void seat_joiners();
+  void advance_links();
   void check_may_join(Clock::time_point end) const;
   void poll();
   void poll_near(int peer, bool processes);
@@ -88,6 +91,9 @@ class Regroup {
   ControlLayout layout_;
   std::unique_ptr<Member> member_;
   Seating seating_;
+  Linking linking_;
+  std::vector<Seating::Guest> waiting_{};  // of this domain, as heard last
+  protocol::Epoch waiting_since_ = 0;      // then
   protocol::Epoch seated_;            // who has a seat in this epoch is mapped
   std::uint64_t bell_seen_ = 0;       // when `one_waits` last looked
   bool one_waits_ = false;            // then

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <bit>
 #include <exception>
+#include <iterator>
 #include <utility>
 
 namespace ferry::engine {
@@ -59,6 +60,14 @@ void Seating::hear_waiting(Member& member) const {
   }
 }
 
+std::vector<Seating::Guest> Seating::waiting(const Member& member) const {
+  std::vector<Guest> all;
+  std::copy_if(guests_.begin(), guests_.end(), std::back_inserter(all), [&](const Guest& guest) {
+    return guest.waits() && !member.view().live.has(guest.visitor.rank);
+  });
+  return all;
+}
+
 bool Seating::one_waits(const Member& member) const {
   return std::any_of(guests_.begin(), guests_.end(), [&](const Guest& guest) {
     const int seat = guest.visitor.rank;
@@ -98,7 +107,7 @@ void Seating::seat(int seat, std::uint64_t ticket) {
 void Seating::seat_all(const Member::View& view) {
   update();
   for (int seat = 0; seat < fabric_.size(); ++seat) {
-    if (seat == fabric_.rank()) continue;
+    if (seat == fabric_.rank() || !lobby_->has(seat)) continue;
     const Guest* there = holder(seat);
     const std::uint64_t admitted = view.ticket(seat);  // with this process
     if (view.live.has(seat) && (admitted != 0 || there != nullptr)) {

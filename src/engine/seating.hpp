@@ -56,6 +56,8 @@ class Seating {
   const std::vector<Guest>& guests() const { return guests_; }
   /// Of a rank: hands on what processes say that wait for holes of the view, one for each hole.
   void hear_waiting(Member& member) const;
+  /// Those that wait for holes of the view.
+  std::vector<Guest> waiting(const Member& member) const;
   /// Whether one waits for a hole that nobody may still write from, as far as this rank knows.
   bool one_waits(const Member& member) const;
   /// Of a process that joins, and looked at last: the one that has its seat in the newest epoch.
@@ -66,7 +68,7 @@ class Seating {
 
   /// From now on the seat is that process.
   void seat(int seat, std::uint64_t ticket);
-  /// Of a process that has joined: all seats but its own.
+  /// Of a process that has joined: all seats of its domain but its own.
   void seat_all(const Member::View& view);
   /// Whether a process that had a seat before another may still write.
   bool former_may_write() const { return former_may_write_; }

@@ -3,12 +3,14 @@
 // What fits behind this interface: threads (local), processes (shm), NVLink peers (a raw pointer
 // into a peer's memory) and a network (put + weak signal, counted, unordered).
 #pragma once
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <ferry/network.hpp>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -134,6 +136,25 @@ class Fabric {
   virtual bool fenced(int /*peer*/, std::uint64_t /*epoch*/) { return true; }
   /// This rank goes on without the peer for good: nothing is sent there any more.
   virtual void exclude(int /*peer*/) noexcept {}
+
+  // How a process that takes the place of a lost rank and the ranks that do not share memory with
+  // it come to reach each other. Of a network.
+
+  /// What a process that joins is given, for its own fabric. A secret of the job.
+  virtual std::vector<std::byte> invitation() const { return {}; }
+  /// How others reach this rank and its memory.
+  virtual std::vector<std::byte> card() const { return {}; }
+  struct Greeting {
+    std::array<std::uint64_t, 2> words{};  ///< the engine's
+    std::vector<std::byte> card{};         ///< of who greets
+  };
+  /// From now on the peer is the process whose card this is, in this epoch on both sides, and is
+  /// told so: it is greeted with `words` and this rank's card. Throws Error for a card that cannot
+  /// be.
+  virtual void link(int /*peer*/, std::span<const std::byte> /*card*/, std::uint64_t /*epoch*/,
+                    const std::array<std::uint64_t, 2>& /*words*/) {}
+  /// The peer's, when it has linked this rank in that epoch; it may come before this rank links it.
+  virtual std::optional<Greeting> greeting(int /*peer*/, std::uint64_t /*epoch*/) { return {}; }
 
   /// Where new processes find the ranks; null: they cannot.
   virtual Lobby* lobby() noexcept { return nullptr; }

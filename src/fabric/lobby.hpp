@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,8 @@ struct Visitor {
   std::uint64_t ticket = 0;      ///< 0: the group was made with it; otherwise no other has the same
   std::int64_t pid = 0;          ///< for messages
   std::string text{};            ///< what it was given, where all must be given the same
+  std::vector<std::byte> invitation{};  ///< what a process that joins needs to know
+  std::vector<std::byte> card{};        ///< of one that joins: for ranks of other domains
   std::byte* control = nullptr;  ///< its segment 0, mapped here
 };
 
@@ -22,8 +25,18 @@ class Lobby {
   virtual ~Lobby() = default;
   /// Whether `open` was called.
   virtual bool is_open() const = 0;
-  /// This rank shows itself under `name`; called before it registers memory.
-  virtual void open(const std::string& name, const std::string& text, std::uint64_t ticket) = 0;
+  struct Opening {
+    std::string name{};
+    std::string text{};
+    std::uint64_t ticket = 0;
+    std::vector<std::byte> invitation{};
+  };
+  /// This rank shows itself under a name; called before it registers memory.
+  virtual void open(const Opening& opening) = 0;
+  /// Of a process that joins: for ranks that do not share memory with it.
+  virtual void show(std::span<const std::byte> card) = 0;
+  /// Whether the seat is of those that meet here: of this rank's domain.
+  virtual bool has(int /*rank*/) const { return true; }
   /// Nobody finds this rank any more. From any thread.
   virtual void close() noexcept = 0;
   /// All others that run now. Throws Error(system) where one cannot be looked at.

@@ -79,6 +79,9 @@ class CountedSignals {
     return {};
   }
 
+  /// `source` is another process from now on.
+  void begin_anew(int source) { sources_[static_cast<std::size_t>(source)] = {}; }
+
   /// Tags of `source` with bytes that no released signal has counted.
   std::size_t noted(int source) const {
     return sources_[static_cast<std::size_t>(source)].landed.size();

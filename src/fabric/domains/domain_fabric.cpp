@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "fabric/lobby.hpp"
 #include "fabric/segment_handle.hpp"
 #include "fabric/segment_table.hpp"
 
@@ -46,7 +47,7 @@ Handles split(std::span<const std::byte> both, const Attachment& attachment) {
   return {both.subspan(sizeof first, first), both.subspan(sizeof first + first)};
 }
 
-class DomainFabric final : public Fabric {
+class DomainFabric final : public Fabric, public Lobby {
  public:
   DomainFabric(const Domains& domains, std::unique_ptr<Fabric> inside,
                std::unique_ptr<Fabric> network)
@@ -103,6 +104,33 @@ class DomainFabric final : public Fabric {
   void fence(int peer, std::uint64_t epoch) override { way(peer).fence(peer, epoch); }
   bool fenced(int peer, std::uint64_t epoch) override { return way(peer).fenced(peer, epoch); }
   void exclude(int peer) noexcept override { way(peer).exclude(peer); }
+  std::vector<std::byte> invitation() const override { return network_->invitation(); }
+  std::vector<std::byte> card() const override { return network_->card(); }
+  void link(int peer, std::span<const std::byte> card, std::uint64_t epoch,
+            const std::array<std::uint64_t, 2>& words) override {
+    way(peer).link(peer, card, epoch, words);
+  }
+  std::optional<Greeting> greeting(int peer, std::uint64_t epoch) override {
+    return way(peer).greeting(peer, epoch);
+  }
+
+  // Those of this domain meet in the lobby of `inside_`.
+  Lobby* lobby() noexcept override {
+    return carries_texts() && inside_->lobby() != nullptr ? this : nullptr;
+  }
+  bool is_open() const override { return inside_->lobby()->is_open(); }
+  void open(const Opening& opening) override { inside_->lobby()->open(opening); }
+  void show(std::span<const std::byte> card) override { inside_->lobby()->show(card); }
+  bool has(int rank) const override { return in_domain(rank); }
+  void close() noexcept override { inside_->lobby()->close(); }
+  std::vector<Visitor> visitors() override {
+    std::vector<Visitor> all = inside_->lobby()->visitors();
+    std::erase_if(all, [this](const Visitor& visitor) { return !in_domain(visitor.rank); });
+    return all;
+  }
+  void seat(int rank, std::uint64_t ticket) override { inside_->lobby()->seat(rank, ticket); }
+  void vacate(int rank) override { inside_->lobby()->vacate(rank); }
+
   NetworkStats network_use() const noexcept override;
   std::vector<NicStats> nics() const override {
     return network_ ? network_->nics() : std::vector<NicStats>();

@@ -78,6 +78,27 @@ void Arrivals::text(int source, std::span<const std::byte> text) {
   if (on_text_) on_text_(source, text);
 }
 
+void Arrivals::greet(int source, std::uint64_t epoch, Fabric::Greeting greeting) {
+  const std::lock_guard lock(mutex_);
+  Greeted& last = greetings_[static_cast<std::size_t>(source)];
+  if (epoch <= last.epoch) return;
+  last = {epoch, std::move(greeting)};
+  if (on_text_) on_text_(source, {});
+}
+
+std::optional<Fabric::Greeting> Arrivals::greeting(int source, std::uint64_t epoch) {
+  const std::lock_guard lock(mutex_);
+  const Greeted& last = greetings_[static_cast<std::size_t>(source)];
+  if (last.epoch != epoch) return std::nullopt;
+  return last.greeting;
+}
+
+void Arrivals::begin_anew(int source) {
+  const std::lock_guard lock(mutex_);
+  signals_.begin_anew(source);
+  fence_of(source) = {};
+}
+
 void Arrivals::fence(int source, std::uint64_t epoch, std::uint64_t pieces) {
   const std::lock_guard lock(mutex_);
   Fence& fence = fence_of(source);

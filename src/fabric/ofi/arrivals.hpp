@@ -17,7 +17,10 @@ namespace ferry::fabric::ofi {
 /// For the endpoints of one endpoint set. Thread-safe; calls nothing that takes a lock.
 class Arrivals {
  public:
-  explicit Arrivals(int ranks) : signals_(ranks), fences_(static_cast<std::size_t>(ranks)) {}
+  explicit Arrivals(int ranks)
+      : signals_(ranks),
+        fences_(static_cast<std::size_t>(ranks)),
+        greetings_(static_cast<std::size_t>(ranks)) {}
 
   /// Memory of this rank that may be written from now on; nothing: no longer.
   void expose(SegmentId segment, std::byte* data, std::size_t bytes);
@@ -33,6 +36,12 @@ class Arrivals {
 
   void set_on_text(Fabric::OnText on_text);
   void text(int source, std::span<const std::byte> text);
+  /// The source has linked this rank.
+  void greet(int source, std::uint64_t epoch, Fabric::Greeting greeting);
+  std::optional<Fabric::Greeting> greeting(int source, std::uint64_t epoch);
+  /// The source is another process from now on: nothing of the former one counts.
+  void begin_anew(int source);
+
   /// The source has written so many pieces in all when it ended this epoch.
   void fence(int source, std::uint64_t epoch, std::uint64_t pieces);
   /// It has all that this rank had written.
@@ -71,6 +80,11 @@ class Arrivals {
   std::vector<Own> own_;  // by segment
   protocol::CountedSignals<Place> signals_;
   std::vector<Fence> fences_;  // by source
+  struct Greeted {
+    std::uint64_t epoch = 0;
+    Fabric::Greeting greeting{};
+  };
+  std::vector<Greeted> greetings_;  // by source: the last
   Fabric::OnText on_text_{};
 };
 

@@ -52,30 +52,46 @@ Endpoint::Endpoint(const Library& library, Info info, const EndpointSetting& set
       owner_pid_(getpid()),
       chunks_(fi_endpoint_, setting.rank, std::min(kChunkBytes, info->ep_attr->max_msg_size),
               kChunksInSlab),
-      messages_(fi_endpoint_, setting.rank, kMessageRoom, kMessagesInSlab) {
-  for (int peer = 0; peer < setting.size; ++peer) peers_.push_back(std::make_unique<Peer>());
+      messages_(fi_endpoint_, setting.rank, kMessageRoom, kMessagesInSlab),
+      peers_(static_cast<std::size_t>(setting.size)) {
+  for (int peer = 0; peer < setting.size; ++peer) set_peer(peer, {});
   wake_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (wake_fd_ < 0) throw_ofi(library, setting.rank, "eventfd", errno);
 }
 
-void Endpoint::start(const std::vector<Link>& links, std::chrono::nanoseconds spin) {
+void Endpoint::set_peer(int rank, const Link& link) {
+  auto peer = std::make_unique<Peer>();
+  if (!link.name.empty()) {
+    const auto now = Clock::now();
+    peer->linked = true;
+    peer->to_key = link.to;
+    peer->from_key = link.from;
+    peer->address = fi_endpoint_.insert(link.name);
+    peer->moved = now;  // never told anything: a first message goes at once and connects
+    peer->heard = now.time_since_epoch().count();
+  }
+  ever_peers_.push_back(std::move(peer));
+  peers_[static_cast<std::size_t>(rank)] = ever_peers_.back().get();
+}
+
+void Endpoint::link(int rank, const Link& link) {
   const auto lock = locked();
+  lose(peer_of(rank));
+  set_peer(rank, link);
+}
+
+void Endpoint::start(const JobKey& job, const std::vector<Link>& links,
+                     std::chrono::nanoseconds spin) {
+  const auto lock = locked();
+  job_ = job;
   spin_ = spin;
-  const auto now = Clock::now();
   for (int rank = 0; rank < setting_.size; ++rank) {
     const Link& link = links[static_cast<std::size_t>(rank)];
-    if (link.name.empty()) continue;
-    Peer& peer = peer_of(rank);
-    peer.linked = true;
-    peer.to_key = link.to;
-    peer.from_key = link.from;
-    peer.address = fi_endpoint_.insert(link.name);
-    peer.moved = now;  // never told anything: a first message goes at once and connects
-    peer.heard = now.time_since_epoch().count();
+    if (!link.name.empty()) set_peer(rank, link);
   }
   const std::size_t receives = std::min(kReceives, fi_endpoint_.info().rx_attr->size);
   for (std::size_t i = 0; i < receives; ++i) {
-    Op* op = new_op(OpKind::receive, -1);
+    Op* op = new_op(OpKind::receive, nullptr);
     op->buffer = messages_.take();
     receive(op);
   }
@@ -203,7 +219,7 @@ bool Endpoint::try_progress(Clock::time_point now) {
     if (any) moves_.fetch_add(1, std::memory_order_relaxed);  // a number for the thread's eyes
     return any;
   } catch (const std::exception&) {  // no memory: nothing can be sent or counted any more
-    for (const auto& peer : peers_) lose(*peer);
+    for (const auto& peer : ever_peers_) lose(*peer);
     return false;
   }
 }
@@ -230,8 +246,9 @@ void Endpoint::hand_over() noexcept {
 
 void Endpoint::rest() noexcept {
   const auto lock = locked();
-  const bool waits = std::any_of(peers_.begin(), peers_.end(),
-                                 [](const auto& peer) { return !peer->backlog.empty(); });
+  const bool waits = std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) {
+    return !peer.load()->backlog.empty();
+  });
   if (stop_ || (load() < kMuch && !waits)) return;
   try_progress(Clock::now());  // most often that is the rest
   if (sending()) hand_over();
@@ -239,8 +256,9 @@ void Endpoint::rest() noexcept {
 
 /// Something that this endpoint sends is not with the network yet.
 bool Endpoint::sending() const {
-  return std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) {
-    return peer->under_way > 0 || !peer->backlog.empty();
+  return std::any_of(peers_.begin(), peers_.end(), [](const auto& each) {
+    const Peer& peer = *each.load();
+    return peer.under_way > 0 || !peer.backlog.empty();
   });
 }
 
@@ -268,7 +286,7 @@ void Endpoint::sleep() {
       asleep_ = false;
       return;
     }
-    for (const auto& peer : peers_) backlog = backlog || !peer->backlog.empty();
+    for (const auto& peer : peers_) backlog = backlog || !peer.load()->backlog.empty();
     for (const int fd : fi_endpoint_.wait_fds()) {
       if (false_alarms_[fd] < kFalseAlarms) fds.push_back({fd, POLLIN, 0});
     }

@@ -52,6 +52,8 @@ struct Link {
 
 /// Thread-safe.
 class Endpoint {
+  struct Peer;
+
  public:
   Endpoint(const Library& library, Info info, const EndpointSetting& setting, Arrivals& arrivals);
   /// Leaves, waits until what it sent has arrived, at most a deadline since then, and ends.
@@ -61,7 +63,9 @@ class Endpoint {
 
   std::vector<std::byte> name() const { return fi_endpoint_.name(); }
   /// Begins to talk to the peers, by rank. `spin`: how long its thread polls before it sleeps.
-  void start(const std::vector<Link>& links, std::chrono::nanoseconds spin);
+  void start(const JobKey& job, const std::vector<Link>& links, std::chrono::nanoseconds spin);
+  /// From now on the peer is what this leads to. Nothing of the former one counts any more.
+  void link(int peer, const Link& link);
 
   /// Says goodbye. Nothing is sent any more; what was sent still arrives.
   void leave();
@@ -78,7 +82,7 @@ class Endpoint {
   struct Op {
     fi_context2 context{};  // libfabric's; first, so that its address is the op's
     OpKind kind = OpKind::message;
-    int peer = -1;
+    Peer* peer = nullptr;  // stays there when another process takes the rank's place
     Buffer buffer{};
     std::size_t bytes = 0;
     Op* payload = nullptr;     // of a message: a chunk that goes behind it
@@ -134,7 +138,7 @@ class Endpoint {
 
  private:
   struct Peer {
-    bool linked = false;  // set before the thread begins
+    bool linked = false;  // set before others see it
     fi_addr_t address = FI_ADDR_UNSPEC;
     WayKey to_key{};
     WayKey from_key{};
@@ -155,15 +159,16 @@ class Endpoint {
     bool gone() const { return lost.load() || left.load(); }
   };
 
-  Peer& peer_of(int rank) { return *peers_[static_cast<std::size_t>(rank)]; }
-  const Peer& peer_of(int rank) const { return *peers_[static_cast<std::size_t>(rank)]; }
+  Peer& peer_of(int rank) { return *peers_[static_cast<std::size_t>(rank)].load(); }
+  const Peer& peer_of(int rank) const { return *peers_[static_cast<std::size_t>(rank)].load(); }
+  void set_peer(int rank, const Link& link);
 
   // endpoint_send.cpp; all but `locked` under the lock
   std::unique_lock<std::mutex> locked();
   void send_message(int rank, const Message& message, Op* payload,
                     std::span<const std::byte> text = {});
   void send_held(int rank);
-  Op* new_op(OpKind kind, int peer);
+  Op* new_op(OpKind kind, Peer* peer);
   void recycle(Op* op);
   void submit(Op* op);
   bool post(Op* op);
@@ -187,6 +192,7 @@ class Endpoint {
   void receive(Op* op);
   void piece(std::uint64_t data);
   void message(const Message& message, const std::byte* payload);
+  bool is_greeting(const Message& message) const;
   void beat(Clock::time_point now);
   bool is_lost(const Peer& peer, Clock::time_point now) const;
   void heard_from(Peer& peer);
@@ -207,7 +213,9 @@ class Endpoint {
   std::vector<std::unique_ptr<Op>> ops_;
   std::vector<Op*> free_ops_;
   std::deque<Op*> refused_receives_{};  // the provider had no room
-  std::vector<std::unique_ptr<Peer>> peers_;
+  std::vector<std::atomic<Peer*>> peers_;           // by rank
+  std::vector<std::unique_ptr<Peer>> ever_peers_{};  // and those whose places others have taken
+  JobKey job_{};
   std::chrono::nanoseconds spin_{};
   bool stop_ = false;
   std::optional<Clock::time_point> leaves_{};  // since when

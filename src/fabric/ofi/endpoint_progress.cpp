@@ -73,7 +73,7 @@ void Endpoint::complete(const fi_cq_data_entry& entry) {
     receive(op);
     return;
   }
-  Peer& peer = peer_of(op->peer);
+  Peer& peer = *op->peer;
   peer.under_way--;
   peer.moved = now_;
   recycle(op);
@@ -86,7 +86,7 @@ void Endpoint::failed(const fi_cq_err_entry& entry) {
     if (entry.err != FI_ECANCELED) receive(op);  // a stranger's message was too long
     return;
   }
-  Peer& peer = peer_of(op->peer);
+  Peer& peer = *op->peer;
   peer.under_way--;
   recycle(op);
   // The transport is reliable: what failed is lost, and with it every signal that counts it.
@@ -121,8 +121,14 @@ void Endpoint::piece(std::uint64_t data) {
 
 void Endpoint::message(const Message& message, const std::byte* payload) {
   const int source = message.source;
-  if (source < 0 || source >= setting_.size || !peer_of(source).linked) return;
+  if (source < 0 || source >= setting_.size || source == setting_.rank) return;
+  if (is_greeting(message)) {  // before the source is linked, or after
+    return arrivals_.greet(
+        source, message.value,
+        {{message.sequence, message.pieces}, {payload, payload + message.payload}});
+  }
   Peer& peer = peer_of(source);
+  if (!peer.linked) return;
   if (message.way_key != peer.from_key) return;  // not of this job
   heard_from(peer);
   switch (message.kind) {
@@ -132,7 +138,8 @@ void Endpoint::message(const Message& message, const std::byte* payload) {
     case MessageKind::cancel: arrivals_.cancel(message); break;
     case MessageKind::fence: arrivals_.fence(source, message.value, message.pieces); break;
     case MessageKind::fenced: arrivals_.fenced(source, message.value); break;
-    case MessageKind::beat: break;
+    case MessageKind::beat:
+    case MessageKind::greeting: break;
     case MessageKind::bye:
       peer.left = true;
       send_message(source, {.kind = MessageKind::bye_seen}, nullptr);
@@ -143,6 +150,13 @@ void Endpoint::message(const Message& message, const std::byte* payload) {
       room_.notify_all();
       break;
   }
+}
+
+/// They go by the first endpoints of the first set.
+bool Endpoint::is_greeting(const Message& message) const {
+  return message.kind == MessageKind::greeting &&
+         message.way_key ==
+             make_way_key(job_since(job_, message.value), message.source, setting_.rank, 0);
 }
 
 void Endpoint::heard_from(Peer& peer) {

@@ -34,7 +34,7 @@ Endpoint::Op* Endpoint::take_chunk(int rank) {
   Peer& peer = peer_of(rank);
   if (peer.gone() || peer.chunks >= kMaxChunks) return nullptr;
   const Buffer buffer = chunks_.take();
-  Op* op = new_op(OpKind::write, rank);
+  Op* op = new_op(OpKind::write, &peer);
   op->buffer = buffer;
   peer.chunks++;
   return op;
@@ -51,7 +51,7 @@ void Endpoint::await_chunk(int rank, std::chrono::nanoseconds longest) {
 
 void Endpoint::write_chunk(Op* chunk) {
   const auto lock = locked();
-  Peer& peer = peer_of(chunk->peer);
+  Peer& peer = *chunk->peer;
   if (peer.held.size() == 1 && peer.companion == chunk->stream) {
     chunk->stream |= kWithCompanion;
     peer.held.clear();
@@ -102,7 +102,7 @@ void Endpoint::send_message(int rank, const Message& message, Op* payload,
                             std::span<const std::byte> text) {
   Peer& peer = peer_of(rank);
   const Buffer buffer = messages_.take();
-  Op* op = new_op(OpKind::message, rank);
+  Op* op = new_op(OpKind::message, &peer);
   op->buffer = buffer;
   const auto add = [&](Message one) {
     one.source = setting_.rank;
@@ -133,7 +133,7 @@ void Endpoint::send_held(int rank) {
   send_message(rank, last, nullptr);
 }
 
-Endpoint::Op* Endpoint::new_op(OpKind kind, int peer) {
+Endpoint::Op* Endpoint::new_op(OpKind kind, Peer* peer) {
   if (free_ops_.empty()) {
     ops_.push_back(std::make_unique<Op>());
     free_ops_.push_back(ops_.back().get());
@@ -148,7 +148,7 @@ Endpoint::Op* Endpoint::new_op(OpKind kind, int peer) {
 
 void Endpoint::recycle(Op* op) {
   if (op->kind == OpKind::write) {
-    Peer& peer = peer_of(op->peer);
+    Peer& peer = *op->peer;
     if (!peer.lost.load()) {
       load_.fetch_sub(op->load, std::memory_order_relaxed);
       peer.load -= op->load;
@@ -164,7 +164,7 @@ void Endpoint::recycle(Op* op) {
 }
 
 void Endpoint::submit(Op* op) {
-  Peer& peer = peer_of(op->peer);
+  Peer& peer = *op->peer;
   if (peer.lost.load()) {
     recycle(op);
     return;
@@ -178,7 +178,7 @@ void Endpoint::submit(Op* op) {
 
 /// Gives an operation to the provider. False: it has no room now.
 bool Endpoint::post(Op* op) {
-  Peer& peer = peer_of(op->peer);
+  Peer& peer = *op->peer;
   fid_ep* ep = fi_endpoint_.ep();
   ssize_t code = 0;
   bool completes = true;

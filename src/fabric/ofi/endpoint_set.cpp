@@ -22,6 +22,7 @@ EndpointSet::EndpointSet(const Library& library, int index, std::span<const Info
       index_(index),
       arrivals_(setting.size),
       targets_(static_cast<std::size_t>(setting.size)) {
+  for (int peer = 0; peer < setting.size; ++peer) set_target(peer, {}, {});
   for (const Info& info : infos) {
     endpoints_.push_back(std::make_unique<Endpoint>(library, info, setting, arrivals_));
   }
@@ -33,23 +34,52 @@ std::vector<std::vector<std::byte>> EndpointSet::names() const {
   return names;
 }
 
-void EndpointSet::start(const JobKey& job, std::vector<std::vector<Partner>> partners,
-                        std::chrono::nanoseconds spin) {
-  const int size = static_cast<int>(partners.size());
-  std::vector<std::vector<Link>> links(endpoints_.size(), std::vector<Link>(partners.size()));
-  for (int peer = 0; peer < size; ++peer) {
-    auto& list = partners[static_cast<std::size_t>(peer)];
-    for (std::size_t way = 0; way < list.size(); ++way) {
-      const int place = index_ * kMaxOfiEndpoints + static_cast<int>(way);
-      const std::size_t mine = list[way].mine;
-      links[mine][static_cast<std::size_t>(peer)] = {list[way].name,
-                                                     make_way_key(job, rank_, peer, place),
-                                                     make_way_key(job, peer, rank_, place)};
-      target_of(peer).endpoints.push_back(endpoints_[mine].get());
-      target_of(peer).theirs.push_back(list[way].theirs);
-    }
+std::vector<Link> EndpointSet::set_target(int rank, const std::vector<Partner>& partners,
+                                          const JobKey& job) {
+  std::vector<Link> links(endpoints_.size());
+  auto target = std::make_unique<Target>();
+  for (std::size_t way = 0; way < partners.size(); ++way) {
+    const int place = index_ * kMaxOfiEndpoints + static_cast<int>(way);
+    const Partner& partner = partners[way];
+    links[partner.mine] = {partner.name, make_way_key(job, rank_, rank, place),
+                           make_way_key(job, rank, rank_, place)};
+    target->endpoints.push_back(endpoints_[partner.mine].get());
+    target->theirs.push_back(partner.theirs);
   }
-  for (std::size_t i = 0; i < endpoints_.size(); ++i) endpoints_[i]->start(links[i], spin);
+  ever_targets_.push_back(std::move(target));
+  targets_[static_cast<std::size_t>(rank)] = ever_targets_.back().get();
+  return links;
+}
+
+void EndpointSet::start(const JobKey& job, const std::vector<std::vector<Partner>>& partners,
+                        std::chrono::nanoseconds spin) {
+  job_ = job;
+  std::vector<std::vector<Link>> links(endpoints_.size(), std::vector<Link>(partners.size()));
+  for (std::size_t peer = 0; peer < partners.size(); ++peer) {
+    const auto of_peer = set_target(static_cast<int>(peer), partners[peer], job);
+    for (std::size_t i = 0; i < endpoints_.size(); ++i) links[i][peer] = of_peer[i];
+  }
+  for (std::size_t i = 0; i < endpoints_.size(); ++i) endpoints_[i]->start(job, links[i], spin);
+}
+
+void EndpointSet::link(int rank, const std::vector<Partner>& partners, std::uint64_t epoch) {
+  const std::lock_guard lock(mutex_);
+  for (Endpoint* endpoint : target_of(rank).endpoints) endpoint->exclude(rank);
+  abandon(target_of(rank));
+  const std::vector<Link> links = set_target(rank, partners, job_since(job_, epoch));
+  for (std::size_t i = 0; i < endpoints_.size(); ++i) endpoints_[i]->link(rank, links[i]);
+  arrivals_.begin_anew(rank);
+}
+
+void EndpointSet::greet(int rank, std::uint64_t epoch, const Fabric::Greeting& greeting) {
+  target_of(rank).endpoints.front()->send_text(
+      rank,
+      {.kind = MessageKind::greeting,
+       .payload = static_cast<std::uint32_t>(greeting.card.size()),
+       .sequence = greeting.words[0],
+       .value = epoch,
+       .pieces = greeting.words[1]},
+      greeting.card);
 }
 
 void EndpointSet::leave() {
@@ -108,7 +138,7 @@ bool EndpointSet::left(int peer) const noexcept {
 
 bool EndpointSet::gone(int rank) const noexcept {
   const auto& endpoints = target_of(rank).endpoints;
-  return std::any_of(endpoints.begin(), endpoints.end(), [rank](const Endpoint* endpoint) {
+  return endpoints.empty() || std::any_of(endpoints.begin(), endpoints.end(), [rank](const Endpoint* endpoint) {
     return endpoint->lost(rank) || endpoint->left(rank);
   });
 }
@@ -294,6 +324,7 @@ void EndpointSet::fence(int rank, std::uint64_t epoch) {
 }
 
 bool EndpointSet::fenced(int rank, std::uint64_t epoch) {
+  if (target_of(rank).endpoints.empty()) return false;
   if (const auto complete = arrivals_.complete_fence(rank)) {
     target_of(rank).endpoints.front()->send(rank, {.kind = MessageKind::fenced, .value = *complete},
                                             nullptr);

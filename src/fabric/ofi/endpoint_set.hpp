@@ -1,6 +1,7 @@
 // The endpoints of a rank that carry the same traffic, one on each of its NICs: what goes over
 // which, and behind which writes a flag follows.
 #pragma once
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -49,8 +50,23 @@ class EndpointSet {
   std::vector<std::vector<std::byte>> names() const;
   /// Begins to talk to the peers. `partners`: by rank, none for the own one; one peer's are in the
   /// same order on both sides. `spin`: how long threads poll before they sleep.
-  void start(const JobKey& job, std::vector<std::vector<Partner>> partners,
+  void start(const JobKey& job, const std::vector<std::vector<Partner>>& partners,
              std::chrono::nanoseconds spin);
+
+  /// The peer is another process from now on, as its partners say; nothing of the former one counts
+  /// any more. In this epoch, on both sides.
+  void link(int peer, const std::vector<Partner>& partners, std::uint64_t epoch);
+  /// Not of a process that has joined and a peer that is not linked; nor of no such rank: others
+  /// complain of that. Nothing goes to a peer that is not reached.
+  bool reaches(int peer) const {
+    return peer < 0 || peer >= static_cast<int>(targets_.size()) || peer == rank_ ||
+           !target_of(peer).endpoints.empty();
+  }
+  /// Says so to the peer.
+  void greet(int peer, std::uint64_t epoch, const Fabric::Greeting& greeting);
+  std::optional<Fabric::Greeting> greeting(int peer, std::uint64_t epoch) {
+    return arrivals_.greeting(peer, epoch);
+  }
 
   /// Says goodbye by all endpoints; before many end one after the other, each of which waits for
   /// peers.
@@ -143,8 +159,12 @@ class EndpointSet {
     std::size_t turn = 0;         // endpoint whose room to wait for
   };
 
-  Target& target_of(int rank) { return targets_[static_cast<std::size_t>(rank)]; }
-  const Target& target_of(int rank) const { return targets_[static_cast<std::size_t>(rank)]; }
+  Target& target_of(int rank) { return *targets_[static_cast<std::size_t>(rank)].load(); }
+  const Target& target_of(int rank) const {
+    return *targets_[static_cast<std::size_t>(rank)].load();
+  }
+  /// Where it leads: returns the links of this rank's endpoints.
+  std::vector<Link> set_target(int rank, const std::vector<Partner>& partners, const JobKey& job);
   bool gone(int rank) const noexcept;
 
   // Under the lock.
@@ -171,7 +191,9 @@ class EndpointSet {
   std::vector<std::unique_ptr<Endpoint>> endpoints_;  // by NIC
   // Of what is sent. An endpoint's lock may be taken under it, never the other way round.
   std::mutex mutex_;
-  std::vector<Target> targets_;  // by rank
+  std::vector<std::atomic<Target*>> targets_;           // by rank
+  std::vector<std::unique_ptr<Target>> ever_targets_{};  // and former ones
+  JobKey job_{};
   Clock::time_point looked_up_{};
 };
 

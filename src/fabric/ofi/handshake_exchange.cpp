@@ -67,13 +67,65 @@ std::string why(const Near& near, std::size_t nic, const Share& share) {
   return text;
 }
 
+/// Whether each of so many ranks of this machine has so many cores.
+bool has_cores(int each, int local) {
+  return std::int64_t{each} * local <=
+         static_cast<std::int64_t>(std::thread::hardware_concurrency());
+}
+
+std::chrono::nanoseconds spin_of(int local) {
+  return has_cores(2, local) ? kSpin : std::chrono::nanoseconds(0);
+}
+
+/// Takes some of those that are near, and says why.
+std::vector<Nic> taken(const Near& near, int rank, const OfiOptions& options, const Share& share,
+                       std::vector<NicStats>& stats) {
+  std::vector<Nic> nics;
+  const auto most = static_cast<std::size_t>(kMaxOfiEndpoints / std::max(options.endpoints, 1));
+  const auto count = static_cast<std::size_t>(std::max(options.nics_per_rank, 0));
+  for (const std::size_t i : choose_nics(near.distances, share, count, most)) {
+    nics.push_back(near.nics[i]);
+    stats.push_back({nics.back().name, nics.back().address, why(near, i, share), 0});
+    if (!logs(LogLevel::info)) continue;
+    log(LogLevel::info, rank, "nic",
+        {{"provider", nics.back().info->fabric_attr->prov_name},
+         {"name", stats.back().name},
+         {"address", stats.back().address},
+         {"why", stats.back().why}});
+  }
+  return nics;
+}
+
+/// Opens the endpoints of a rank on its NICs; what it says of them.
+Handshake open_endpoints(const EndpointSetting& all, const OfiOptions& options,
+                         const std::vector<Nic>& nics,
+                         std::vector<std::unique_ptr<EndpointSet>>& sets) {
+  const Library& loaded = library(all.rank);
+  for (int endpoint = 0; endpoint < std::max(options.endpoints, 1); ++endpoint) {
+    std::vector<Info> infos;
+    for (const Nic& nic : nics) infos.push_back(endpoint > 0 ? for_latency(loaded, nic) : nic.info);
+    EndpointSetting setting = all;
+    setting.beats = endpoint == 0;
+    setting.several = nics.size() > 1;
+    sets.push_back(std::make_unique<EndpointSet>(loaded, endpoint, infos, setting));
+  }
+  Handshake said;
+  said.provider = nics.front().info->fabric_attr->prov_name;
+  said.boot_id = this_identity().boot_id;
+  said.address = nics.front().address;
+  for (const Nic& nic : nics) said.networks.push_back(nic.network);
+  for (const auto& set : sets) {
+    for (auto& name : set->names()) said.names.push_back(std::move(name));
+  }
+  return said;
+}
+
 class HandshakeExchange {
  public:
   HandshakeExchange(Bootstrap& bootstrap, const OfiOptions& options,
                     std::chrono::nanoseconds deadline, const OnWait& on_wait)
       : bootstrap_(bootstrap),
         options_(options),
-        endpoints_(std::max(options.endpoints, 1)),
         deadline_(deadline),
         on_wait_(on_wait) {}
 
@@ -120,50 +172,15 @@ class HandshakeExchange {
   }
 
   void choose() {
-    const Share share = share_of(offers_, rank());
-    const auto most = static_cast<std::size_t>(kMaxOfiEndpoints / endpoints_);
-    const auto count = static_cast<std::size_t>(std::max(options_.nics_per_rank, 0));
-    for (const std::size_t i : choose_nics(near_.distances, share, count, most)) {
-      nics_.push_back(near_.nics[i]);
-      result_.nics.push_back({nics_.back().name, nics_.back().address, why(near_, i, share), 0});
-      if (!logs(LogLevel::info)) continue;
-      const NicStats& nic = result_.nics.back();
-      log(LogLevel::info, rank(), "nic",
-          {{"provider", nics_.back().info->fabric_attr->prov_name},
-           {"name", nic.name},
-           {"address", nic.address},
-           {"why", nic.why}});
-    }
-  }
-
-  void open() {
-    for (int endpoint = 0; endpoint < endpoints_; ++endpoint) {
-      const bool latency = endpoint > 0;
-      std::vector<Info> infos;
-      for (const Nic& nic : nics_) {
-        infos.push_back(latency ? for_latency(library(rank()), nic) : nic.info);
-      }
-      const EndpointSetting setting{.rank = rank(),
-                                    .size = bootstrap_.size(),
-                                    .beats = !latency,
-                                    .several = nics_.size() > 1,
-                                    .deadline = deadline_};
-      result_.endpoint_sets.push_back(
-          std::make_unique<EndpointSet>(library(rank()), endpoint, infos, setting));
-    }
+    nics_ = taken(near_, rank(), options_, share_of(offers_, rank()), result_.nics);
   }
 
   void exchange() {
     Handshake mine;
     const auto all = tell(mine, [&] {
-      open();
-      mine.provider = nics_.front().info->fabric_attr->prov_name;
-      mine.boot_id = offers_[static_cast<std::size_t>(rank())].boot_id;
-      mine.address = nics_.front().address;
-      for (const Nic& nic : nics_) mine.networks.push_back(nic.network);
-      for (const auto& set : result_.endpoint_sets) {
-        for (auto& name : set->names()) mine.names.push_back(std::move(name));
-      }
+      const EndpointSetting setting{
+          .rank = rank(), .size = bootstrap_.size(), .deadline = deadline_};
+      mine = open_endpoints(setting, options_, nics_, result_.endpoint_sets);
     });
     for (int peer = 0; peer < bootstrap_.size(); ++peer) {
       handshakes_.push_back(handshake_from(all[static_cast<std::size_t>(peer)], rank(), peer));
@@ -172,40 +189,27 @@ class HandshakeExchange {
   }
 
   void start() {
-    result_.cores = has_cores(1);
+    const Offer& mine = offers_[static_cast<std::size_t>(rank())];
+    const auto local =
+        std::count_if(offers_.begin(), offers_.end(),
+                      [&](const Offer& other) { return other.boot_id == mine.boot_id; });
+    result_.local = static_cast<int>(local);
+    result_.own = handshakes_[static_cast<std::size_t>(rank())];
+    result_.cores = has_cores(1, result_.local);
     for (std::size_t endpoint = 0; endpoint < result_.endpoint_sets.size(); ++endpoint) {
       std::vector<std::vector<Partner>> partners;
       for (int peer = 0; peer < bootstrap_.size(); ++peer) {
-        partners.push_back(partners_of(peer, endpoint));
+        partners.push_back(peer == rank() ? std::vector<Partner>()
+                                          : partners_of(rank(), result_.own, peer,
+                                                        handshakes_[static_cast<std::size_t>(peer)],
+                                                        endpoint));
       }
-      result_.endpoint_sets[endpoint]->start(result_.key, std::move(partners),
-                                             has_cores(2) ? kSpin : std::chrono::nanoseconds(0));
+      result_.endpoint_sets[endpoint]->start(result_.key, partners, spin_of(result_.local));
     }
-  }
-
-  std::vector<Partner> partners_of(int peer, std::size_t endpoint) const {
-    std::vector<Partner> partners;
-    if (peer == rank()) return partners;
-    const Handshake& mine = handshakes_[static_cast<std::size_t>(rank())];
-    const Handshake& theirs = handshakes_[static_cast<std::size_t>(peer)];
-    for (const NicPair& pair : pair_nics({rank(), mine.networks}, {peer, theirs.networks})) {
-      const std::size_t there = endpoint * theirs.networks.size() + pair.theirs;
-      partners.push_back({pair.mine, there, theirs.names[there]});
-    }
-    return partners;
-  }
-
-  /// Whether every rank of this machine has so many cores.
-  bool has_cores(int each) const {
-    const std::string& here = offers_[static_cast<std::size_t>(rank())].boot_id;
-    const auto local = std::count_if(offers_.begin(), offers_.end(),
-                                     [&](const Offer& other) { return other.boot_id == here; });
-    return each * local <= static_cast<std::int64_t>(std::thread::hardware_concurrency());
   }
 
   Bootstrap& bootstrap_;
   const OfiOptions& options_;
-  int endpoints_;
   std::chrono::nanoseconds deadline_;
   const OnWait& on_wait_;
   Near near_{};
@@ -216,6 +220,37 @@ class HandshakeExchange {
 };
 
 }  // namespace
+
+std::vector<Partner> partners_of(int rank, const Handshake& mine, int peer,
+                                 const Handshake& theirs, std::size_t endpoint) {
+  std::vector<Partner> partners;
+  for (const NicPair& pair : pair_nics({rank, mine.networks}, {peer, theirs.networks})) {
+    const std::size_t there = endpoint * theirs.networks.size() + pair.theirs;
+    partners.push_back({pair.mine, there, theirs.names[there]});
+  }
+  return partners;
+}
+
+HandshakeResult join_handshakes(int rank, int size, const OfiOptions& options,
+                                const Invitation& invitation, std::chrono::nanoseconds deadline) {
+  HandshakeResult result;
+  in_words(rank, "Group: network", [&] {
+    const Near near = look_around(library(rank), rank, options, invitation.address, {});
+    const auto local = static_cast<std::size_t>(invitation.local);
+    const Share share{static_cast<std::size_t>(rank) % local, local};
+    const std::vector<Nic> nics = taken(near, rank, options, share, result.nics);
+    const EndpointSetting setting{.rank = rank, .size = size, .deadline = deadline};
+    result.own = open_endpoints(setting, options, nics, result.endpoint_sets);
+  });
+  result.key = invitation.key;
+  result.local = invitation.local;
+  result.cores = has_cores(1, result.local);
+  const std::vector<std::vector<Partner>> nobody(static_cast<std::size_t>(size));
+  for (const auto& set : result.endpoint_sets) {
+    set->start(result.key, nobody, spin_of(result.local));
+  }
+  return result;
+}
 
 HandshakeResult exchange_handshakes(Bootstrap& bootstrap, const OfiOptions& options,
                                     const std::string& gpu, std::chrono::nanoseconds deadline,

@@ -1,5 +1,6 @@
 // Builds without libfabric's headers use this file in place of ofi.cpp.
 #include <ferry/error.hpp>
+#include <string>
 
 #include "fabric/ofi/ofi.hpp"
 
@@ -9,17 +10,31 @@ bool ofi_is_built() noexcept {
   return false;
 }
 
+namespace {
+
+[[noreturn]] void throw_not_built(int rank) {
+  throw Error(ErrorKind::unsupported,
+              "rank " + std::to_string(rank) +
+                  ": this build of Ferry has no ofi fabric: the headers of libfabric were missing; "
+                  "install them (Debian, Ubuntu: apt install libfabric-dev; RHEL: dnf install "
+                  "libfabric-devel) and build again",
+              {.rank = rank});
+}
+
+}  // namespace
+
 std::unique_ptr<Fabric> make_ofi_fabric(Bootstrap& bootstrap, const OfiOptions& /*options*/,
                                         std::chrono::nanoseconds deadline, const OnWait& on_wait,
                                         const std::string& /*gpu*/) {
   // The peers may have it: they learn from this rank's handshake, which says nothing they can read.
   bootstrap.all_gather({}, deadline, on_wait);
-  throw Error(ErrorKind::unsupported,
-              "rank " + std::to_string(bootstrap.rank()) +
-                  ": this build of Ferry has no ofi fabric: the headers of libfabric were missing; "
-                  "install them (Debian, Ubuntu: apt install libfabric-dev; RHEL: dnf install "
-                  "libfabric-devel) and build again",
-              {.rank = bootstrap.rank()});
+  throw_not_built(bootstrap.rank());
+}
+
+std::unique_ptr<Fabric> join_ofi_fabric(int rank, int /*size*/, const OfiOptions& /*options*/,
+                                        std::span<const std::byte> /*invitation*/,
+                                        std::chrono::nanoseconds /*deadline*/) {
+  throw_not_built(rank);
 }
 
 }  // namespace ferry::fabric

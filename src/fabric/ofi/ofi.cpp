@@ -40,7 +40,10 @@ class OfiFabric final : public Fabric {
       : rank_(rank),
         size_(size),
         spin_time_(result.cores ? kSpinTime : kShortSpinTime),
-        // In handles and for comparison only; the key itself stays in this process.
+        key_(result.key),
+        local_(result.local),
+        own_handshake_(std::move(result.own)),
+        // In handles and for comparison only; the key itself never crosses the network.
         job_{siphash(result.key, ~0ull, 2), siphash(result.key, ~0ull, 3)},
         segments_(rank, size),
         own_(1),
@@ -101,6 +104,17 @@ class OfiFabric final : public Fabric {
   void exclude(int peer) noexcept override {
     for (const auto& set : sets_) set->exclude(peer);
   }
+  std::vector<std::byte> invitation() const override {
+    return to_bytes(ofi::Invitation{key_, own_handshake_.address, local_});
+  }
+  std::vector<std::byte> card() const override {
+    return to_bytes(ofi::Card{own_handshake_, own_segments_});
+  }
+  void link(int peer, std::span<const std::byte> card, std::uint64_t epoch,
+            const std::array<std::uint64_t, 2>& words) override;
+  std::optional<Greeting> greeting(int peer, std::uint64_t epoch) override {
+    return sets_[0]->greeting(peer, epoch);
+  }
   NetworkStats network_use() const noexcept override {
     return {put_bytes_.load(std::memory_order_relaxed), puts_.load(std::memory_order_relaxed),
             signals_.load(std::memory_order_relaxed)};
@@ -123,6 +137,10 @@ class OfiFabric final : public Fabric {
   int size_;
   std::chrono::nanoseconds spin_time_;
   std::function<void(int peer)> look_up_{};
+  JobKey key_;
+  int local_;
+  ofi::Handshake own_handshake_;
+  std::vector<ofi::Card::Segment> own_segments_{};
   JobKey job_;
   SegmentTable segments_;  // peers' entries have no memory
   // Numbers for statistics: relaxed.
@@ -164,6 +182,7 @@ Segment OfiFabric::exposed(Segment segment) {
   const auto* first = reinterpret_cast<const std::byte*>(&handle);
   segment.handle.assign(first, first + sizeof handle);
   segments_.add(rank_, segment.id, segment.memory, segment.bytes);
+  own_segments_.push_back({segment.id, segment.bytes, segment.handle});
   return segment;
 }
 
@@ -186,12 +205,36 @@ void OfiFabric::attach(int peer, SegmentId segment, std::size_t bytes,
   segments_.add(peer, segment, nullptr, bytes);
 }
 
+void OfiFabric::link(int peer, std::span<const std::byte> card, std::uint64_t epoch,
+                     const std::array<std::uint64_t, 2>& words) {
+  const ofi::Card theirs = ofi::card_from(card, rank_, peer);
+  ofi::check_joined(own_handshake_, rank_, theirs.handshake, peer);
+  const Greeting mine{words, this->card()};
+  if (mine.card.size() > ofi::kMaxPayload) {
+    throw Error(ErrorKind::exhausted,
+                "rank " + std::to_string(rank_) + ": its card of " +
+                    std::to_string(own_segments_.size()) + " segments has " +
+                    std::to_string(mine.card.size()) + " bytes, more than a message takes",
+                {.rank = rank_, .peer = peer});
+  }
+  for (std::size_t endpoint = 0; endpoint < sets_.size(); ++endpoint) {
+    sets_[endpoint]->link(
+        peer, partners_of(rank_, own_handshake_, peer, theirs.handshake, endpoint), epoch);
+  }
+  segments_.clear(peer);
+  for (const ofi::Card::Segment& segment : theirs.segments) {
+    attach(peer, segment.id, segment.bytes, segment.handle);
+  }
+  sets_[0]->greet(peer, epoch, mine);
+}
+
 std::byte* OfiFabric::pointer(int peer, SegmentId segment) const noexcept {
   const SegmentTable::Entry* entry = peer == rank_ ? segments_.find(peer, segment) : nullptr;
   return entry == nullptr ? nullptr : entry->memory->data();
 }
 
 void OfiFabric::put(int peer, Address to, const void* from, std::size_t bytes, std::uint64_t tag) {
+  if (!sets_[0]->reaches(peer)) return;
   const auto& entry = segments_.checked(peer, to, bytes, "put");
   if (bytes == 0) return;
   if (peer != rank_) {
@@ -208,6 +251,7 @@ void OfiFabric::put(int peer, Address to, const void* from, std::size_t bytes, s
 
 void OfiFabric::put_pieces(int peer, Address to, std::span<const Piece> pieces, std::uint64_t tag) {
   if (peer == rank_) return Fabric::put_pieces(peer, to, pieces, tag);
+  if (!sets_[0]->reaches(peer)) return;
   std::size_t bytes = 0;
   for (const Piece& piece : pieces) bytes += piece.bytes;
   segments_.checked(peer, to, bytes, "put");
@@ -218,6 +262,7 @@ void OfiFabric::put_pieces(int peer, Address to, std::span<const Piece> pieces, 
 
 void OfiFabric::publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
                         std::uint64_t tag) {
+  if (!sets_[0]->reaches(peer)) return;
   segments_.checked_flag(peer, flag, "publish");
   if (peer != rank_) {
     signals_.fetch_add(1, std::memory_order_relaxed);
@@ -267,6 +312,14 @@ std::unique_ptr<Fabric> make_ofi_fabric(Bootstrap& bootstrap, const OfiOptions& 
   ofi::HandshakeResult result =
       ofi::exchange_handshakes(bootstrap, options, gpu, deadline, on_wait);
   return std::make_unique<OfiFabric>(bootstrap.rank(), bootstrap.size(), std::move(result));
+}
+
+std::unique_ptr<Fabric> join_ofi_fabric(int rank, int size, const OfiOptions& options,
+                                        std::span<const std::byte> invitation,
+                                        std::chrono::nanoseconds deadline) {
+  ofi::HandshakeResult result = ofi::join_handshakes(
+      rank, size, options, ofi::invitation_from(invitation, rank), deadline);
+  return std::make_unique<OfiFabric>(rank, size, std::move(result));
 }
 
 }  // namespace ferry::fabric

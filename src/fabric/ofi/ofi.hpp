@@ -4,6 +4,7 @@
 #include <ferry/bootstrap.hpp>
 #include <ferry/network.hpp>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "fabric/fabric.hpp"
@@ -27,5 +28,11 @@ bool ofi_is_built() noexcept;
 std::unique_ptr<Fabric> make_ofi_fabric(Bootstrap& bootstrap, const OfiOptions& options,
                                         std::chrono::nanoseconds deadline,
                                         const OnWait& on_wait = {}, const std::string& gpu = {});
+
+/// Of a process that joins, with the `invitation` of a rank of its machine: it reaches nobody until
+/// it links them. Throws what make_ofi_fabric does.
+std::unique_ptr<Fabric> join_ofi_fabric(int rank, int size, const OfiOptions& options,
+                                        std::span<const std::byte> invitation,
+                                        std::chrono::nanoseconds deadline);
 
 }  // namespace ferry::fabric

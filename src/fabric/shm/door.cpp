@@ -28,6 +28,11 @@ void store(std::uint64_t& word, std::uint64_t value) {
   std::atomic_ref(word).store(value, std::memory_order_release);
 }
 
+std::vector<std::byte> bytes_in(const DoorPage::Bytes& bytes) {
+  const auto count = std::min<std::size_t>(load(bytes.count), bytes.data.size());
+  return {bytes.data.begin(), bytes.data.begin() + static_cast<std::ptrdiff_t>(count)};
+}
+
 /// The part of an object's name that does not say whose it is.
 std::string digits_of(const std::string& name) {
   return name.substr(name.rfind('-'));
@@ -45,7 +50,8 @@ JobKey door_key(const std::string& lobby) {
   return key;
 }
 
-OwnDoor::OwnDoor(const What& what, const std::string& text) : owner_pid_(process_id()) {
+OwnDoor::OwnDoor(const What& what, const std::string& text)
+    : owner_pid_(process_id()), rank_(what.rank) {
   if (text.size() > DoorPage::kTextBytes) {
     throw Error(ErrorKind::invalid_argument,
                 "Group: elastic: the configuration has " + std::to_string(text.size()) +
@@ -66,6 +72,7 @@ OwnDoor::OwnDoor(const What& what, const std::string& text) : owner_pid_(process
   mine.ticket = what.ticket;
   mine.text_bytes = text.size();
   std::memcpy(mine.text.data(), text.data(), text.size());
+  write(mine.invitation, what.invitation);
   store(mine.magic, DoorPage::kMagic);
 }
 
@@ -73,6 +80,22 @@ void OwnDoor::add(SegmentId id, std::size_t bytes, SharedObject& object) {
   kept_.push_back(std::move(object.descriptor));
   page().segment[id] = {kept_.back().get(), bytes, object.inode};
   store(page().segments, id + 1);
+}
+
+void OwnDoor::show(std::span<const std::byte> card) {
+  write(page().card, card);
+}
+
+void OwnDoor::write(DoorPage::Bytes& to, std::span<const std::byte> bytes) const {
+  if (bytes.size() > to.data.size()) {
+    throw Error(ErrorKind::exhausted,
+                "rank " + std::to_string(rank_) + ": elastic: what it says of its network has " +
+                    std::to_string(bytes.size()) + " bytes, expected at most " +
+                    std::to_string(to.data.size()) + "; use fewer NICs (FERRY_OFI_NICS_PER_RANK)",
+                {.rank = rank_});
+  }
+  std::copy(bytes.begin(), bytes.end(), to.data.begin());
+  store(to.count, bytes.size());
 }
 
 void OwnDoor::close() noexcept {
@@ -83,6 +106,14 @@ void OwnDoor::close() noexcept {
 
 std::string Door::text() const {
   return {page_.text.data(), std::min<std::size_t>(page_.text_bytes, DoorPage::kTextBytes)};
+}
+
+std::vector<std::byte> Door::invitation() const {
+  return bytes_in(page_.invitation);
+}
+
+std::vector<std::byte> Door::card() const {
+  return bytes_in(page_.card);
 }
 
 bool Door::ends_soon() {

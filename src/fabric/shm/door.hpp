@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,11 @@ namespace ferry::fabric {
 struct DoorPage {
   static constexpr std::uint64_t kMagic = 0x3152'4f4f'4459'5246;
   static constexpr std::size_t kTextBytes = 4096;
+  static constexpr std::size_t kCardBytes = 8192;
+  struct Bytes {
+    std::uint64_t count;  ///< set last
+    std::array<std::byte, kCardBytes> data;
+  };
   struct Segment {
     std::int64_t descriptor;  ///< of the owner
     std::uint64_t bytes;
@@ -31,6 +37,8 @@ struct DoorPage {
   std::uint64_t ticket;
   std::uint64_t text_bytes;
   std::array<char, kTextBytes> text;
+  Bytes invitation;        ///< written before `magic`
+  Bytes card;              ///< lobby.hpp
   std::uint64_t segments;  ///< registered; each is written before it counts
   std::array<Segment, kMaxSegments> segment;
 };
@@ -46,6 +54,7 @@ class OwnDoor {
     JobKey group{};
     int rank = 0;
     std::uint64_t ticket = 0;
+    std::span<const std::byte> invitation{};
   };
   /// Throws what `create_object` does, and Error(invalid_argument) for a text that is too long.
   OwnDoor(const What& what, const std::string& text);
@@ -55,15 +64,18 @@ class OwnDoor {
 
   /// Keeps the descriptor, so that later processes can open it.
   void add(SegmentId id, std::size_t bytes, SharedObject& object);
+  void show(std::span<const std::byte> card);
   void close() noexcept;
 
  private:
+  void write(DoorPage::Bytes& to, std::span<const std::byte> bytes) const;
   DoorPage& page() const { return *reinterpret_cast<DoorPage*>(object_.memory->data()); }
 
   std::string name_;
   SharedObject object_;
   std::vector<UniqueDescriptor> kept_;
   std::int64_t owner_pid_;
+  int rank_;
 };
 
 /// Another process's, as this one sees it.
@@ -75,6 +87,8 @@ class Door {
   int rank() const { return rank_; }
   const DoorPage& page() const { return page_; }
   std::string text() const;
+  std::vector<std::byte> invitation() const;
+  std::vector<std::byte> card() const;
   /// Its process runs, and has not closed it.
   bool open();
   bool closed() const;

@@ -55,7 +55,8 @@ class ShmFabric final : public MappedFabric, public Lobby {
 
   Lobby* lobby() noexcept override { return this; }
   bool is_open() const override { return door_ != nullptr; }
-  void open(const std::string& name, const std::string& text, std::uint64_t ticket) override;
+  void open(const Opening& opening) override;
+  void show(std::span<const std::byte> card) override { door_->show(card); }
   void close() noexcept override {
     if (door_) door_->close();
   }
@@ -175,8 +176,8 @@ bool ShmFabric::peer_ends(int peer) noexcept {
   return peer >= 0 && peer < size() && peer_at(peer)->watch.ends();
 }
 
-void ShmFabric::open(const std::string& name, const std::string& text, std::uint64_t ticket) {
-  door_key_ = door_key(name);
+void ShmFabric::open(const Opening& opening) {
+  door_key_ = door_key(opening.name);
   const std::string own = object_name(door_key_, peer_at(rank())->process, rank(), 0);
   if (section_exists(own)) {
     throw Error(ErrorKind::refused,
@@ -186,7 +187,8 @@ void ShmFabric::open(const std::string& name, const std::string& text, std::uint
                     own,
                 {.rank = rank(), .peer = rank()});
   }
-  door_ = std::make_unique<OwnDoor>(OwnDoor::What{door_key_, key_, rank(), ticket}, text);
+  door_ = std::make_unique<OwnDoor>(
+      OwnDoor::What{door_key_, key_, rank(), opening.ticket, opening.invitation}, opening.text);
   doors_.emplace(door_key_, rank(), size());
 }
 
@@ -196,7 +198,7 @@ std::vector<Visitor> ShmFabric::visitors() {
     if (door->page().key != key_) continue;  // of another group of that name
     try {
       all.push_back({door->rank(), door->page().ticket, door->page().owner.pid, door->text(),
-                     door->control()->data()});
+                     door->invitation(), door->card(), door->control()->data()});
     } catch (const Error&) {
       if (!door->ends_soon()) throw;
     }
@@ -295,8 +297,8 @@ std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, const Domains& dom
   return std::make_unique<ShmFabric>(rank, key, processes_of(ranks));
 }
 
-std::unique_ptr<Fabric> join_shm_fabric(int rank, int size, const std::string& name,
-                                        std::chrono::nanoseconds deadline, const OnWait& on_wait) {
+Met join_shm_fabric(int rank, int size, const std::string& name, std::chrono::nanoseconds deadline,
+                    const OnWait& on_wait) {
   remove_orphans();
   Doors lobby(door_key(name), rank, size);
   const auto end = std::chrono::steady_clock::now() + deadline;
@@ -305,7 +307,10 @@ std::unique_ptr<Fabric> join_shm_fabric(int rank, int size, const std::string& n
     if (!doors.empty()) {
       std::vector<std::optional<ProcessName>> ranks(static_cast<std::size_t>(size));
       ranks[static_cast<std::size_t>(rank)] = this_process();
-      return std::make_unique<ShmFabric>(rank, key_behind(doors, rank, name), ranks);
+      const Door& first = *doors.front();
+      return {std::make_unique<ShmFabric>(rank, key_behind(doors, rank, name), ranks),
+              {first.rank(), first.page().ticket, first.page().owner.pid, first.text(),
+               first.invitation()}};
     }
     if (std::chrono::steady_clock::now() >= end) {
       throw Error(ErrorKind::deadline,

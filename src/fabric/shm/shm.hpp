@@ -7,6 +7,7 @@
 
 #include "core/domains.hpp"
 #include "fabric/fabric.hpp"
+#include "fabric/lobby.hpp"
 
 namespace ferry::fabric {
 
@@ -30,7 +31,11 @@ std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, const Domains& dom
 /// Of a process that takes a lost rank's place: not collective. Waits for a rank that is found
 /// under `name` (lobby.hpp); no peer is attached yet, and all count as ended: `seat` and `vacate`
 /// follow. Throws Error(deadline) where there is none.
-std::unique_ptr<Fabric> join_shm_fabric(int rank, int size, const std::string& name,
-                                        std::chrono::nanoseconds deadline, const OnWait& on_wait);
+struct Met {
+  std::unique_ptr<Fabric> fabric{};
+  Visitor there{};  ///< a rank that was found; without its memory
+};
+Met join_shm_fabric(int rank, int size, const std::string& name,
+                    std::chrono::nanoseconds deadline, const OnWait& on_wait);
 
 }  // namespace ferry::fabric

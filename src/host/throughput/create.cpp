@@ -52,21 +52,21 @@ std::shared_ptr<HostEngine> make_host_engine(Bootstrap& bootstrap, const GroupCo
   return std::make_shared<HostEngine>(std::move(memory), config, domains, control, body_bytes);
 }
 
-std::shared_ptr<HostEngine> join_host_engine(const GroupConfig& config,
+std::shared_ptr<HostEngine> join_host_engine(const GroupConfig& config, const Domains& domains,
                                              std::unique_ptr<fabric::Fabric> fabric,
                                              std::uint64_t ticket) {
   auto memory = std::make_shared<Memory>(std::move(fabric));
   fabric::Fabric& wire = *memory->fabric;
-  const Domains domains = Domains::blocks(wire.size(), 0);
   const fabric::Segment control = wire.register_memory(control_bytes(config, domains, 0));
   const fabric::Segment arena = wire.register_memory(arena_bytes(config));
   wire.seal(control.id);  // the others open its descriptors
   wire.seal(arena.id);
   memory->arena.add(arena);
   for (int peer = 0; peer < wire.size(); ++peer) {  // until it is known who is there
-    if (peer != wire.rank()) wire.lobby()->vacate(peer);
+    if (peer != wire.rank() && wire.lobby()->has(peer)) wire.lobby()->vacate(peer);
   }
   auto engine = std::make_shared<HostEngine>(std::move(memory), config, domains, control, 0);
+  if (wire.carries_texts()) wire.lobby()->show(wire.card());
   engine->join(ticket);
   return engine;
 }

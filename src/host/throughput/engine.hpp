@@ -53,7 +53,7 @@ std::shared_ptr<HostEngine> make_host_engine(Bootstrap& bootstrap, const GroupCo
 
 /// Of a process that takes a lost rank's place: not collective. `fabric`: its lobby is open, with
 /// this ticket. Returns when the ranks have taken it in.
-std::shared_ptr<HostEngine> join_host_engine(const GroupConfig& config,
+std::shared_ptr<HostEngine> join_host_engine(const GroupConfig& config, const Domains& domains,
                                              std::unique_ptr<fabric::Fabric> fabric,
                                              std::uint64_t ticket);
 

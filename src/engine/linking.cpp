@@ -1,0 +1,51 @@
+#include "engine/linking.hpp"
+
+#include <utility>
+
+namespace ferry::engine {
+
+void Linking::begin(int seat, const Member::View& view, std::uint64_t ticket) {
+  any_ = true;
+  seats_[static_cast<std::size_t>(seat)] = {State::waits, view.epoch, ticket,
+                                            ticket == 0 ? 0 : view.step + 1, view.step};
+  if (ticket != 0) carrier_->seat(seat, ticket);
+}
+
+/// By the card that its domain has sent on, or its own.
+bool Linking::try_link(int seat, Seat& there) {
+  const auto greeting = fabric_.greeting(seat, there.epoch);
+  const auto waiting = carrier_->waiting(seat);
+  const bool sent_on = waiting && there.ticket != 0 && waiting->said.ticket == there.ticket;
+  if (!greeting && !sent_on) return false;
+  fabric_.link(seat, greeting ? greeting->card : waiting->card, there.epoch,
+               {channel_.joined_at(channel_.rank()), ticket_});
+  return true;
+}
+
+std::vector<int> Linking::advance(const Member::Seats& live, Member::Seats& failed) {
+  std::vector<int> done;
+  if (!any_) return done;
+  for (int seat = live.next(); seat >= 0; seat = live.next(seat + 1)) {
+    Seat& there = seats_[static_cast<std::size_t>(seat)];
+    try {
+      if (there.state == State::waits && try_link(seat, there)) there.state = State::greeted;
+    } catch (const Error&) {
+      failed.add(seat);
+      continue;
+    }
+    if (there.state != State::greeted) continue;
+    const auto greeting = fabric_.greeting(seat, there.epoch);
+    if (!greeting) continue;
+    if (there.ticket == 0) {  // this rank has joined, and learns how the seat did
+      const std::uint64_t at = greeting->words[0];  // in the epoch before, or it is in this one
+      there.joined_at = at == Channel::kJoining ? there.step + 1 : at;
+      there.ticket = greeting->words[1];
+      carrier_->seat(seat, there.ticket);
+    }
+    there.state = State::linked;
+    done.push_back(seat);
+  }
+  return done;
+}
+
+}  // namespace ferry::engine

@@ -1,0 +1,57 @@
+// How ranks of other domains and processes that have joined come to reach each other: each links the
+// other by its card, and greets it. It is done when both have greeted.
+#pragma once
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "engine/carrier.hpp"
+#include "engine/channel.hpp"
+
+namespace ferry::engine {
+
+class Linking {
+ public:
+  Linking(fabric::Fabric& fabric, std::shared_ptr<Carrier> carrier, const Channel& channel,
+          std::uint64_t ticket)
+      : fabric_(fabric),
+        carrier_(std::move(carrier)),
+        channel_(channel),
+        ticket_(ticket),
+        seats_(static_cast<std::size_t>(channel.size())) {}
+
+  /// A far seat has joined with this view, or this rank has.
+  /// `ticket`: of who has the seat; 0: it says so itself.
+  void begin(int seat, const Member::View& view, std::uint64_t ticket);
+  bool pending(int seat) const { return at(seat).state != State::linked; }
+  /// The epoch in which it was linked; 1: the group was made with both.
+  protocol::Epoch since(int seat) const { return at(seat).epoch; }
+  /// The step that was committed when it joined, plus 1, or Channel::kJoining; 0: a founder.
+  std::uint64_t joined_at(int seat) const { return at(seat).joined_at; }
+  bool any() const { return any_; }
+  /// Links those that can be, of the live ones. Returns those that are done since. `failed`: their
+  /// cards cannot be.
+  std::vector<int> advance(const Member::Seats& live, Member::Seats& failed);
+
+ private:
+  enum class State : std::uint8_t { linked, waits, greeted };
+  struct Seat {
+    State state = State::linked;
+    protocol::Epoch epoch = 1;
+    std::uint64_t ticket = 0;
+    std::uint64_t joined_at = 0;
+    std::uint64_t step = 0;  // of the view with which it was to be linked
+  };
+  const Seat& at(int seat) const { return seats_[static_cast<std::size_t>(seat)]; }
+  bool try_link(int seat, Seat& there);
+
+  fabric::Fabric& fabric_;
+  std::shared_ptr<Carrier> carrier_;
+  const Channel& channel_;
+  std::uint64_t ticket_;  // of this rank
+  std::vector<Seat> seats_;
+  bool any_ = false;
+};
+
+}  // namespace ferry::engine
