@@ -316,6 +316,7 @@ void Regroup::poll_far(int peer, bool processes) {
     said_[p] = *said;
     heard_at_ = Clock::now();
     member_->hear(peer, *said);
+    seat_joiners();
   }
   if (const auto last = carrier_->last(peer)) {
     if (last->epoch != 0) member_->hear(peer, *last);

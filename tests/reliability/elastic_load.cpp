@@ -63,12 +63,13 @@ class Load {
     return std::int64_t(group_.memory().control_bytes + group_.memory().arena_bytes);
   }
   /// No tensor is alive here: all memory is free, unless a rank that was lost may still run, or
-  /// was of another domain.
+  /// one of another domain ever was.
   void check_free_memory() const {
     for (int rank = 0; rank < group_.size(); ++rank) {
       const bool lost = !std::binary_search(view_.ranks.begin(), view_.ranks.end(), rank);
       const bool far = group_.domain_of(rank) != group_.domain_of(group_.rank());
-      if (lost && (far || board_.ranks[at(rank)].signal != SIGKILL)) return;
+      const int signal = board_.ranks[at(rank)].signal;
+      if (far ? signal != 0 || lost : lost && signal != SIGKILL) return;
     }
     if (group_.memory().arena_used_bytes > 0) fail("memory of the step that failed is not free");
   }
@@ -208,11 +209,10 @@ ElasticJob::ElasticJob(int ranks, std::chrono::nanoseconds deadline, int domain_
   board_ = new (shared) ElasticBoard;
   GroupConfig config{
       .experts = ranks * kExpertsOfRank, .deadline = deadline, .memory_bytes = 4 << 20};
+  config.elastic = "load";
   if (domain_size > 0) {
     config.domain_size = domain_size;
     config.network = FabricKind::ofi;
-  } else {
-    config.elastic = "load";
   }
   ranks_.emplace(
       ranks, [this, config](int, std::shared_ptr<Bootstrap> bootstrap, const Reporter& reporter) {

@@ -48,7 +48,7 @@ struct Loss {
 
 class ElasticJob {
  public:
-  /// `domain_size` > 0: so many ranks are a domain each, and libfabric joins them; nobody joins.
+  /// `domain_size` > 0: so many ranks are a domain each, and libfabric joins them.
   ElasticJob(int ranks, std::chrono::nanoseconds deadline, int domain_size = 0);
   ~ElasticJob();
   ElasticJob(const ElasticJob&) = delete;

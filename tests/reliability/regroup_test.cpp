@@ -90,5 +90,28 @@ TEST(Regroup, ProcessesTakeThePlacesOfRanksThatWereKilled) {
   EXPECT_EQ(job.alive().size(), 5u);
 }
 
+/// Domains of two, of which a rank is always left: others of its domain and of others join, one by
+/// one, two at once in different domains, and one that dies meanwhile.
+TEST(Regroup, ProcessesTakeThePlacesOfRanksOfSeveralDomains) {
+  if (!engine::test::has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  ElasticJob job(6, 30s, 2);
+  for (const std::vector<int>& seats : {std::vector<int>{0}, {5}, {1, 2, 4}, {0}}) {
+    job.lose(seats, Stage::anywhere, SIGKILL);
+    ASSERT_EQ(job.wrong(), "");
+    job.join(seats);
+    ASSERT_EQ(job.wrong(), "");
+  }
+  job.lose({3}, Stage::dispatch, SIGKILL);
+  for (const auto after : {0us, 8000us, 20'000us, 40'000us}) {
+    job.lose_joiner(3, after);
+    ASSERT_EQ(job.wrong(), "") << after.count();
+  }
+  job.lose_beside_joiner(3, 0, 10ms);
+  ASSERT_EQ(job.wrong(), "");
+  job.join({0});
+  ASSERT_EQ(job.wrong(), "");
+  EXPECT_EQ(job.alive().size(), 6u);
+}
+
 }  // namespace
 }  // namespace ferry::test
