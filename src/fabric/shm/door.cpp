@@ -198,7 +198,8 @@ std::shared_ptr<Door> Doors::open(const std::string& name, int rank) const {
   const Section section = open_section(name, bytes, Access::read, std::nullopt, failure);
   if (section.data == nullptr) {
     const bool short_of = too_many_files(failure.error) || failure.error == ENOMEM;
-    if (!short_of && failure.call != std::string_view("mmap")) return nullptr;  // gone, or foreign
+    const bool mapping = failure.call != nullptr && failure.call == std::string_view("mmap");
+    if (!short_of && !mapping) return nullptr;  // gone, foreign, or not finished yet
     throw Error(ErrorKind::system,
                 "rank " + std::to_string(self_) + ": " + failure.call + " " + name + ": " +
                     error_text(failure.error),
