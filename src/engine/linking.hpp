@@ -25,6 +25,8 @@ class Linking {
   /// `ticket`: of who has the seat; 0: it says so itself.
   void begin(int seat, const Member::View& view, std::uint64_t ticket);
   bool pending(int seat) const { return at(seat).state != State::linked; }
+  /// It cannot have written here: this rank has not greeted it.
+  bool untouched(int seat) const { return at(seat).state == State::waits; }
   /// The epoch in which it was linked; 1: the group was made with both.
   protocol::Epoch since(int seat) const { return at(seat).epoch; }
   /// The step that was committed when it joined, plus 1, or Channel::kJoining; 0: a founder.

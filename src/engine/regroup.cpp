@@ -309,6 +309,7 @@ void Regroup::poll_near(int peer, bool processes) {
 void Regroup::poll_far(int peer, bool processes) {
   const auto p = static_cast<std::size_t>(peer);
   if (!member_->view().live.has(peer)) {
+    if (linking_.untouched(peer)) member_->release(peer);
     const auto waiting = carrier_->waiting(peer);
     if (waiting && waiting->epoch == member_->view().epoch) member_->hear(peer, waiting->said);
   }
