@@ -139,15 +139,13 @@ void Carrier::take(Seat& seat, const Text& text, std::span<const std::byte> card
       std::atomic_ref(*word).store(said.epoch, std::memory_order_release);
       return;
     }
-    case Kind::waits:
-      seat.waiting = {text.about, said, {card.begin(), card.end()}};
-      return;
+    case Kind::waits: seat.waiting = {text.about, said, {card.begin(), card.end()}}; return;
     case Kind::last:
       if (text.about == seat.ticket) seat.last = said;
       return;
     case Kind::statement:
-      if (said.ticket != seat.ticket || std::pair(said.epoch, said.number) <=
-                                            std::pair(seat.newest.epoch, seat.newest.number)) {
+      if (said.ticket != seat.ticket ||
+          std::pair(said.epoch, said.number) <= std::pair(seat.newest.epoch, seat.newest.number)) {
         return;
       }
       seat.newest = said;
@@ -158,7 +156,7 @@ void Carrier::take(Seat& seat, const Text& text, std::span<const std::byte> card
 void Carrier::take(int peer, std::span<const std::byte> bytes) {
   Text text;
   if (bytes.empty()) {
-    DeathWatch::tell();  // a failure broadcast has come, too, a fence or a greeting
+    DeathWatch::tell();  // a failure broadcast has come, too, a fence or a notice of a link
   } else if (bytes.size() >= sizeof text) {
     std::memcpy(&text, bytes.data(), sizeof text);
     const auto card = bytes.subspan(sizeof text);

@@ -13,11 +13,11 @@ void Linking::begin(int seat, const Member::View& view, std::uint64_t ticket) {
 
 /// By the card that its domain has sent on, or its own.
 bool Linking::try_link(int seat, Seat& there) {
-  const auto greeting = fabric_.greeting(seat, there.epoch);
+  const auto link_notice = fabric_.link_notice(seat, there.epoch);
   const auto waiting = carrier_->waiting(seat);
   const bool sent_on = waiting && there.ticket != 0 && waiting->said.ticket == there.ticket;
-  if (!greeting && !sent_on) return false;
-  fabric_.link(seat, greeting ? greeting->card : waiting->card, there.epoch,
+  if (!link_notice && !sent_on) return false;
+  fabric_.link(seat, link_notice ? link_notice->card : waiting->card, there.epoch,
                {channel_.joined_at(channel_.rank()), ticket_});
   return true;
 }
@@ -28,18 +28,18 @@ std::vector<int> Linking::advance(const Member::Seats& live, Member::Seats& fail
   for (int seat = live.next(); seat >= 0; seat = live.next(seat + 1)) {
     Seat& there = seats_[static_cast<std::size_t>(seat)];
     try {
-      if (there.state == State::waits && try_link(seat, there)) there.state = State::greeted;
+      if (there.state == State::waits && try_link(seat, there)) there.state = State::told;
     } catch (const Error&) {
       failed.add(seat);
       continue;
     }
-    if (there.state != State::greeted) continue;
-    const auto greeting = fabric_.greeting(seat, there.epoch);
-    if (!greeting) continue;
+    if (there.state != State::told) continue;
+    const auto link_notice = fabric_.link_notice(seat, there.epoch);
+    if (!link_notice) continue;
     if (there.ticket == 0) {  // this rank has joined, and learns how the seat did
-      const std::uint64_t at = greeting->words[0];  // in the epoch before, or it is in this one
+      const std::uint64_t at = link_notice->words[0];  // in the epoch before, or it is in this one
       there.joined_at = at == Channel::kJoining ? there.step + 1 : at;
-      there.ticket = greeting->words[1];
+      there.ticket = link_notice->words[1];
       carrier_->seat(seat, there.ticket);
     }
     there.state = State::linked;

@@ -1,5 +1,5 @@
-// How ranks of other domains and processes that have joined come to reach each other: each links the
-// other by its card, and greets it. It is done when both have greeted.
+// How ranks of other domains and processes that have joined come to reach each other: each links
+// the other by its card, and says so. It is done when both have said so.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -25,7 +25,7 @@ class Linking {
   /// `ticket`: of who has the seat; 0: it says so itself.
   void begin(int seat, const Member::View& view, std::uint64_t ticket);
   bool pending(int seat) const { return at(seat).state != State::linked; }
-  /// It cannot have written here: this rank has not greeted it.
+  /// It cannot have written here: this rank has not linked it.
   bool untouched(int seat) const { return at(seat).state == State::waits; }
   /// The epoch in which it was linked; 1: the group was made with both.
   protocol::Epoch since(int seat) const { return at(seat).epoch; }
@@ -37,7 +37,7 @@ class Linking {
   std::vector<int> advance(const Member::Seats& live, Member::Seats& failed);
 
  private:
-  enum class State : std::uint8_t { linked, waits, greeted };
+  enum class State : std::uint8_t { linked, waits, told };
   struct Seat {
     State state = State::linked;
     protocol::Epoch epoch = 1;

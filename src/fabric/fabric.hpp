@@ -144,17 +144,19 @@ class Fabric {
   virtual std::vector<std::byte> invitation() const { return {}; }
   /// How others reach this rank and its memory.
   virtual std::vector<std::byte> card() const { return {}; }
-  struct Greeting {
+  struct LinkNotice {
     std::array<std::uint64_t, 2> words{};  ///< the engine's
-    std::vector<std::byte> card{};         ///< of who greets
+    std::vector<std::byte> card{};         ///< of who has linked
   };
   /// From now on the peer is the process whose card this is, in this epoch on both sides, and is
-  /// told so: it is greeted with `words` and this rank's card. Throws Error for a card that cannot
+  /// told so: it gets `words` and this rank's card. Throws Error for a card that cannot
   /// be.
   virtual void link(int /*peer*/, std::span<const std::byte> /*card*/, std::uint64_t /*epoch*/,
                     const std::array<std::uint64_t, 2>& /*words*/) {}
   /// The peer's, when it has linked this rank in that epoch; it may come before this rank links it.
-  virtual std::optional<Greeting> greeting(int /*peer*/, std::uint64_t /*epoch*/) { return {}; }
+  virtual std::optional<LinkNotice> link_notice(int /*peer*/, std::uint64_t /*epoch*/) {
+    return {};
+  }
 
   /// Where new processes find the ranks; null: they cannot.
   virtual Lobby* lobby() noexcept { return nullptr; }

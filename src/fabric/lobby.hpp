@@ -10,13 +10,13 @@ namespace ferry::fabric {
 
 /// A process that shows itself: a rank of the group, or one that waits for a place.
 struct Visitor {
-  int rank = -1;                 ///< whose place it has or wants
-  std::uint64_t ticket = 0;      ///< 0: the group was made with it; otherwise no other has the same
-  std::int64_t pid = 0;          ///< for messages
-  std::string text{};            ///< what it was given, where all must be given the same
+  int rank = -1;             ///< whose place it has or wants
+  std::uint64_t ticket = 0;  ///< 0: the group was made with it; otherwise no other has the same
+  std::int64_t pid = 0;      ///< for messages
+  std::string text{};        ///< what it was given, where all must be given the same
   std::vector<std::byte> invitation{};  ///< what a process that joins needs to know
   std::vector<std::byte> card{};        ///< of one that joins: for ranks of other domains
-  std::byte* control = nullptr;  ///< its segment 0, mapped here
+  std::byte* control = nullptr;         ///< its segment 0, mapped here
 };
 
 /// Of one thread at a time, like registering and attaching.

@@ -79,7 +79,8 @@ def blocks_of(page: str, text: str) -> list[Block]:
         line = text.count("\n", 0, found.start()) + 1
         indent = len(found["indent"])
         code = "".join(row[indent:] or "\n" for row in found["body"].splitlines(keepends=True))
-        known = r"|compile|continue|ranks=\d+|(elastic|survive)=\d+:\d+|needs=\w+|file=\S+|shell=hosts|skip: .+"
+        known = r"|compile|continue|ranks=\d+|(elastic|survive)=\d+:\d+"
+        known += r"|needs=\w+|file=\S+|shell=hosts|skip: .+"
         if not re.fullmatch(known, mark):
             raise ValueError(f"{page}:{line}: unknown mark '{mark}'")
         if mark == "continue":

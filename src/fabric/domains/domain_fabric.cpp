@@ -110,8 +110,8 @@ class DomainFabric final : public Fabric, public Lobby {
             const std::array<std::uint64_t, 2>& words) override {
     way(peer).link(peer, card, epoch, words);
   }
-  std::optional<Greeting> greeting(int peer, std::uint64_t epoch) override {
-    return way(peer).greeting(peer, epoch);
+  std::optional<LinkNotice> link_notice(int peer, std::uint64_t epoch) override {
+    return way(peer).link_notice(peer, epoch);
   }
 
   // Those of this domain meet in the lobby of `inside_`.

@@ -78,19 +78,19 @@ void Arrivals::text(int source, std::span<const std::byte> text) {
   if (on_text_) on_text_(source, text);
 }
 
-void Arrivals::greet(int source, std::uint64_t epoch, Fabric::Greeting greeting) {
+void Arrivals::notify_linked(int source, std::uint64_t epoch, Fabric::LinkNotice link_notice) {
   const std::lock_guard lock(mutex_);
-  Greeted& last = greetings_[static_cast<std::size_t>(source)];
+  LastNotice& last = link_notices_[static_cast<std::size_t>(source)];
   if (epoch <= last.epoch) return;
-  last = {epoch, std::move(greeting)};
+  last = {epoch, std::move(link_notice)};
   if (on_text_) on_text_(source, {});
 }
 
-std::optional<Fabric::Greeting> Arrivals::greeting(int source, std::uint64_t epoch) {
+std::optional<Fabric::LinkNotice> Arrivals::link_notice(int source, std::uint64_t epoch) {
   const std::lock_guard lock(mutex_);
-  const Greeted& last = greetings_[static_cast<std::size_t>(source)];
+  const LastNotice& last = link_notices_[static_cast<std::size_t>(source)];
   if (last.epoch != epoch) return std::nullopt;
-  return last.greeting;
+  return last.link_notice;
 }
 
 void Arrivals::begin_anew(int source) {

@@ -20,7 +20,7 @@ class Arrivals {
   explicit Arrivals(int ranks)
       : signals_(ranks),
         fences_(static_cast<std::size_t>(ranks)),
-        greetings_(static_cast<std::size_t>(ranks)) {}
+        link_notices_(static_cast<std::size_t>(ranks)) {}
 
   /// Memory of this rank that may be written from now on; nothing: no longer.
   void expose(SegmentId segment, std::byte* data, std::size_t bytes);
@@ -37,8 +37,8 @@ class Arrivals {
   void set_on_text(Fabric::OnText on_text);
   void text(int source, std::span<const std::byte> text);
   /// The source has linked this rank.
-  void greet(int source, std::uint64_t epoch, Fabric::Greeting greeting);
-  std::optional<Fabric::Greeting> greeting(int source, std::uint64_t epoch);
+  void notify_linked(int source, std::uint64_t epoch, Fabric::LinkNotice link_notice);
+  std::optional<Fabric::LinkNotice> link_notice(int source, std::uint64_t epoch);
   /// The source is another process from now on: nothing of the former one counts.
   void begin_anew(int source);
 
@@ -80,11 +80,11 @@ class Arrivals {
   std::vector<Own> own_;  // by segment
   protocol::CountedSignals<Place> signals_;
   std::vector<Fence> fences_;  // by source
-  struct Greeted {
+  struct LastNotice {
     std::uint64_t epoch = 0;
-    Fabric::Greeting greeting{};
+    Fabric::LinkNotice link_notice{};
   };
-  std::vector<Greeted> greetings_;  // by source: the last
+  std::vector<LastNotice> link_notices_;  // by source: the last
   Fabric::OnText on_text_{};
 };
 

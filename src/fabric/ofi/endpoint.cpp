@@ -246,9 +246,8 @@ void Endpoint::hand_over() noexcept {
 
 void Endpoint::rest() noexcept {
   const auto lock = locked();
-  const bool waits = std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) {
-    return !peer.load()->backlog.empty();
-  });
+  const bool waits = std::any_of(peers_.begin(), peers_.end(),
+                                 [](const auto& peer) { return !peer.load()->backlog.empty(); });
   if (stop_ || (load() < kMuch && !waits)) return;
   try_progress(Clock::now());  // most often that is the rest
   if (sending()) hand_over();

@@ -192,7 +192,7 @@ class Endpoint {
   void receive(Op* op);
   void piece(std::uint64_t data);
   void message(const Message& message, const std::byte* payload);
-  bool is_greeting(const Message& message) const;
+  bool is_link_notice(const Message& message) const;
   void beat(Clock::time_point now);
   bool is_lost(const Peer& peer, Clock::time_point now) const;
   void heard_from(Peer& peer);
@@ -212,8 +212,8 @@ class Endpoint {
   Buffers messages_;
   std::vector<std::unique_ptr<Op>> ops_;
   std::vector<Op*> free_ops_;
-  std::deque<Op*> refused_receives_{};  // the provider had no room
-  std::vector<std::atomic<Peer*>> peers_;           // by rank
+  std::deque<Op*> refused_receives_{};               // the provider had no room
+  std::vector<std::atomic<Peer*>> peers_;            // by rank
   std::vector<std::unique_ptr<Peer>> ever_peers_{};  // and those whose places others have taken
   JobKey job_{};
   std::chrono::nanoseconds spin_{};

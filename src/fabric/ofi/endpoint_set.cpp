@@ -71,15 +71,16 @@ void EndpointSet::link(int rank, const std::vector<Partner>& partners, std::uint
   arrivals_.begin_anew(rank);
 }
 
-void EndpointSet::greet(int rank, std::uint64_t epoch, const Fabric::Greeting& greeting) {
+void EndpointSet::notify_linked(int rank, std::uint64_t epoch,
+                                const Fabric::LinkNotice& link_notice) {
   target_of(rank).endpoints.front()->send_text(
       rank,
-      {.kind = MessageKind::greeting,
-       .payload = static_cast<std::uint32_t>(greeting.card.size()),
-       .sequence = greeting.words[0],
+      {.kind = MessageKind::link_notice,
+       .payload = static_cast<std::uint32_t>(link_notice.card.size()),
+       .sequence = link_notice.words[0],
        .value = epoch,
-       .pieces = greeting.words[1]},
-      greeting.card);
+       .pieces = link_notice.words[1]},
+      link_notice.card);
 }
 
 void EndpointSet::leave() {
@@ -138,9 +139,10 @@ bool EndpointSet::left(int peer) const noexcept {
 
 bool EndpointSet::gone(int rank) const noexcept {
   const auto& endpoints = target_of(rank).endpoints;
-  return endpoints.empty() || std::any_of(endpoints.begin(), endpoints.end(), [rank](const Endpoint* endpoint) {
-    return endpoint->lost(rank) || endpoint->left(rank);
-  });
+  return endpoints.empty() ||
+         std::any_of(endpoints.begin(), endpoints.end(), [rank](const Endpoint* endpoint) {
+           return endpoint->lost(rank) || endpoint->left(rank);
+         });
 }
 
 std::chrono::nanoseconds EndpointSet::silent_for(int peer) const noexcept {

@@ -63,9 +63,9 @@ class EndpointSet {
            !target_of(peer).endpoints.empty();
   }
   /// Says so to the peer.
-  void greet(int peer, std::uint64_t epoch, const Fabric::Greeting& greeting);
-  std::optional<Fabric::Greeting> greeting(int peer, std::uint64_t epoch) {
-    return arrivals_.greeting(peer, epoch);
+  void notify_linked(int peer, std::uint64_t epoch, const Fabric::LinkNotice& link_notice);
+  std::optional<Fabric::LinkNotice> link_notice(int peer, std::uint64_t epoch) {
+    return arrivals_.link_notice(peer, epoch);
   }
 
   /// Says goodbye by all endpoints; before many end one after the other, each of which waits for
@@ -191,7 +191,7 @@ class EndpointSet {
   std::vector<std::unique_ptr<Endpoint>> endpoints_;  // by NIC
   // Of what is sent. An endpoint's lock may be taken under it, never the other way round.
   std::mutex mutex_;
-  std::vector<std::atomic<Target*>> targets_;           // by rank
+  std::vector<std::atomic<Target*>> targets_;            // by rank
   std::vector<std::unique_ptr<Target>> ever_targets_{};  // and former ones
   JobKey job_{};
   Clock::time_point looked_up_{};

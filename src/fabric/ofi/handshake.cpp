@@ -13,12 +13,12 @@
 namespace ferry::fabric::ofi {
 namespace {
 
-constexpr std::uint64_t kOfferMagic = 0x324946424f524546;  // "FEROBFI2"
-constexpr std::uint64_t kMagic = 0x334946424f524546;       // "FEROBFI3"
+constexpr std::uint64_t kOfferMagic = 0x324946424f524546;       // "FEROBFI2"
+constexpr std::uint64_t kMagic = 0x334946424f524546;            // "FEROBFI3"
 constexpr std::uint64_t kInvitationMagic = 0x314946424f524546;  // "FEROBFI1"
 constexpr std::size_t kMostHandshakeBytes = 8192;
-constexpr std::uint32_t kMostNics = 256;                   // of a machine
-constexpr std::uint32_t kMostLocal = 1u << 16;                // ranks of a machine
+constexpr std::uint32_t kMostNics = 256;        // of a machine
+constexpr std::uint32_t kMostLocal = 1u << 16;  // ranks of a machine
 constexpr std::size_t kMaxText = 1000;
 constexpr std::size_t kMostOfHandshakeShown = 80;
 
@@ -248,10 +248,10 @@ void check_handshakes(const std::vector<Handshake>& handshakes, int rank) {
 }
 
 void check_joined(const Handshake& mine, int rank, const Handshake& theirs, int peer) {
-  const bool alike = theirs.problem.empty() && theirs.provider == mine.provider &&
-                     theirs.names.size() * mine.networks.size() ==
-                         mine.names.size() * theirs.networks.size() &&
-                     theirs.names.front().size() == mine.names.front().size();
+  const bool alike =
+      theirs.problem.empty() && theirs.provider == mine.provider &&
+      theirs.names.size() * mine.networks.size() == mine.names.size() * theirs.networks.size() &&
+      theirs.names.front().size() == mine.names.front().size();
   if (alike) return;
   throw Error(ErrorKind::mismatch,
               "rank " + std::to_string(rank) + " and rank " + std::to_string(peer) +

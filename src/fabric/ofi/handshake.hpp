@@ -41,8 +41,8 @@ Handshake handshake_from(std::span<const std::byte> bytes, int rank, int peer);
 /// NIC, that the others can reach.
 void check_handshakes(const std::vector<Handshake>& handshakes, int rank);
 
-/// Of two that did not begin together: throws Error(mismatch) naming both unless they can reach each
-/// other.
+/// Of two that did not begin together: throws Error(mismatch) naming both unless they can reach
+/// each other.
 void check_joined(const Handshake& mine, int rank, const Handshake& theirs, int peer);
 
 }  // namespace ferry::fabric::ofi

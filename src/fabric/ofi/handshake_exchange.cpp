@@ -124,10 +124,7 @@ class HandshakeExchange {
  public:
   HandshakeExchange(Bootstrap& bootstrap, const OfiOptions& options,
                     std::chrono::nanoseconds deadline, const OnWait& on_wait)
-      : bootstrap_(bootstrap),
-        options_(options),
-        deadline_(deadline),
-        on_wait_(on_wait) {}
+      : bootstrap_(bootstrap), options_(options), deadline_(deadline), on_wait_(on_wait) {}
 
   HandshakeResult run(const std::string& gpu) {
     offer(gpu);
@@ -171,9 +168,7 @@ class HandshakeExchange {
     result_.key = offers_[0].key;
   }
 
-  void choose() {
-    nics_ = taken(near_, rank(), options_, share_of(offers_, rank()), result_.nics);
-  }
+  void choose() { nics_ = taken(near_, rank(), options_, share_of(offers_, rank()), result_.nics); }
 
   void exchange() {
     Handshake mine;
@@ -190,9 +185,9 @@ class HandshakeExchange {
 
   void start() {
     const Offer& mine = offers_[static_cast<std::size_t>(rank())];
-    const auto local =
-        std::count_if(offers_.begin(), offers_.end(),
-                      [&](const Offer& other) { return other.boot_id == mine.boot_id; });
+    const auto local = std::count_if(offers_.begin(), offers_.end(), [&](const Offer& other) {
+      return other.boot_id == mine.boot_id;
+    });
     result_.local = static_cast<int>(local);
     result_.own = handshakes_[static_cast<std::size_t>(rank())];
     result_.cores = has_cores(1, result_.local);
@@ -221,8 +216,8 @@ class HandshakeExchange {
 
 }  // namespace
 
-std::vector<Partner> partners_of(int rank, const Handshake& mine, int peer,
-                                 const Handshake& theirs, std::size_t endpoint) {
+std::vector<Partner> partners_of(int rank, const Handshake& mine, int peer, const Handshake& theirs,
+                                 std::size_t endpoint) {
   std::vector<Partner> partners;
   for (const NicPair& pair : pair_nics({rank, mine.networks}, {peer, theirs.networks})) {
     const std::size_t there = endpoint * theirs.networks.size() + pair.theirs;

@@ -35,7 +35,7 @@ HandshakeResult join_handshakes(int rank, int size, const OfiOptions& options,
                                 const Invitation& invitation, std::chrono::nanoseconds deadline);
 
 /// Whom endpoint `endpoint` of each NIC of a rank talks to, by what both have said.
-std::vector<Partner> partners_of(int rank, const Handshake& mine, int peer,
-                                 const Handshake& theirs, std::size_t endpoint);
+std::vector<Partner> partners_of(int rank, const Handshake& mine, int peer, const Handshake& theirs,
+                                 std::size_t endpoint);
 
 }  // namespace ferry::fabric::ofi

@@ -112,8 +112,8 @@ class OfiFabric final : public Fabric {
   }
   void link(int peer, std::span<const std::byte> card, std::uint64_t epoch,
             const std::array<std::uint64_t, 2>& words) override;
-  std::optional<Greeting> greeting(int peer, std::uint64_t epoch) override {
-    return sets_[0]->greeting(peer, epoch);
+  std::optional<LinkNotice> link_notice(int peer, std::uint64_t epoch) override {
+    return sets_[0]->link_notice(peer, epoch);
   }
   NetworkStats network_use() const noexcept override {
     return {put_bytes_.load(std::memory_order_relaxed), puts_.load(std::memory_order_relaxed),
@@ -209,7 +209,7 @@ void OfiFabric::link(int peer, std::span<const std::byte> card, std::uint64_t ep
                      const std::array<std::uint64_t, 2>& words) {
   const ofi::Card theirs = ofi::card_from(card, rank_, peer);
   ofi::check_joined(own_handshake_, rank_, theirs.handshake, peer);
-  const Greeting mine{words, this->card()};
+  const LinkNotice mine{words, this->card()};
   if (mine.card.size() > ofi::kMaxPayload) {
     throw Error(ErrorKind::exhausted,
                 "rank " + std::to_string(rank_) + ": its card of " +
@@ -225,7 +225,7 @@ void OfiFabric::link(int peer, std::span<const std::byte> card, std::uint64_t ep
   for (const ofi::Card::Segment& segment : theirs.segments) {
     attach(peer, segment.id, segment.bytes, segment.handle);
   }
-  sets_[0]->greet(peer, epoch, mine);
+  sets_[0]->notify_linked(peer, epoch, mine);
 }
 
 std::byte* OfiFabric::pointer(int peer, SegmentId segment) const noexcept {
@@ -317,8 +317,8 @@ std::unique_ptr<Fabric> make_ofi_fabric(Bootstrap& bootstrap, const OfiOptions& 
 std::unique_ptr<Fabric> join_ofi_fabric(int rank, int size, const OfiOptions& options,
                                         std::span<const std::byte> invitation,
                                         std::chrono::nanoseconds deadline) {
-  ofi::HandshakeResult result = ofi::join_handshakes(
-      rank, size, options, ofi::invitation_from(invitation, rank), deadline);
+  ofi::HandshakeResult result =
+      ofi::join_handshakes(rank, size, options, ofi::invitation_from(invitation, rank), deadline);
   return std::make_unique<OfiFabric>(rank, size, std::move(result));
 }
 

@@ -35,7 +35,7 @@ struct Met {
   std::unique_ptr<Fabric> fabric{};
   Visitor there{};  ///< a rank that was found; without its memory
 };
-Met join_shm_fabric(int rank, int size, const std::string& name,
-                    std::chrono::nanoseconds deadline, const OnWait& on_wait);
+Met join_shm_fabric(int rank, int size, const std::string& name, std::chrono::nanoseconds deadline,
+                    const OnWait& on_wait);
 
 }  // namespace ferry::fabric
