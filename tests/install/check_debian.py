@@ -20,7 +20,7 @@ CONSUMER = ROOT / "tests" / "install" / "consumer"
 
 INSTALL = """
 dpkg --install /debs/*.deb
-ferry run -n 4 -- sh -c 'echo rank $FERRY_RANK is here'
+ferry run -n 4 -- sh -c 'echo rank $RANK is here'
 ferry doctor
 test -s /usr/share/man/man1/ferry.1.gz
 cmake -S /consumer -B /tmp/consumer -DWANTED_VERSION=$(ferry --version | cut -d' ' -f2)
