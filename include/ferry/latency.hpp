@@ -116,7 +116,8 @@ struct BlockSignals {
   /// Blocks without valid rows need none.
   ConstTensorView made;
   std::int64_t block_rows = 64;
-  std::int32_t threshold = 1;
+  std::int64_t threshold = 1;  ///< fits a signal
+  bool is_unsigned = false;    ///< signals are u32: `made` holds their bits
 };
 
 struct LatencyCombineOptions {

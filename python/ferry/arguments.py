@@ -15,10 +15,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 INT32_MAX = 2**31 - 1
+UINT32_MAX = 2**32 - 1
 INT64_MAX = 2**63 - 1
 UINT64_MAX = 2**64 - 1
 _SAME_WORDS = {"auto": "automatic", "automatic": "auto"}
-_BOUNDS = {INT64_MAX: "2^63 - 1", UINT64_MAX: "2^64 - 1", INT32_MAX: "2^31 - 1", 2**46: "64 TiB"}
+_BOUNDS = {
+    INT32_MAX: "2^31 - 1",
+    UINT32_MAX: "2^32 - 1",
+    2**46: "64 TiB",
+    INT64_MAX: "2^63 - 1",
+    UINT64_MAX: "2^64 - 1",
+}
 
 
 def renamed_keywords(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from ferry import _ferry
-from ferry.arguments import INT32_MAX, choice, flag, instance, integer
+from ferry.arguments import INT32_MAX, UINT32_MAX, choice, flag, instance, integer
 from ferry.group import FORMATS, ORDERS, ROUTE_DTYPES, SCALE_FORMATS, Group
 from ferry.results import Result
 from ferry.streams import Place
@@ -241,15 +241,18 @@ class LatencyExchange:
                 given here the sending waits for those of the other ranks.
             out: [T, H], the caller's own output. It may not overlap `rows`.
             signals: of expert-major rows in CPU memory that others make while the call runs: i32
-                [L, ceil(R*C / block_rows)]; block b of an expert is read once its signal, which its
-                maker stores last, is `threshold` or more. What is not made within the deadline
-                raises `DeadlineExceededError`.
+                or u32 [L, ceil(R*C / block_rows)]; block b of an expert is read once its signal,
+                which its maker stores last, is `threshold` or more. What is not made within the
+                deadline raises `DeadlineExceededError`.
             stream: as for the dispatch.
         """
         name = "latency combine"
         place = self._streams.place(name, stream, rows)
         rows_view, like = self._view(f"{name}: rows", rows, place)
         expected = "a ferry.LatencyReceived, as dispatch returns it"
+        unsigned = _dtype_of(signals) == "uint32"
+        least, most = (0, UINT32_MAX) if unsigned else (-INT32_MAX - 1, INT32_MAX)
+        words = _ferry.Dtype.i32 if unsigned else None
         raw = self._raw.combine(
             rows_view,
             instance(f"{name}: received", received, LatencyReceived, expected)._raw,
@@ -259,9 +262,10 @@ class LatencyExchange:
             optional_view(f"{name}: wait_ns", wait_ns, writable=True, expected="i64", place=place),
             flag(f"{name}: hook", hook),
             optional_view(f"{name}: out", out, self._carried(out), True, place=place),
-            optional_view(f"{name}: signals", signals, expected="i32", place=place),
+            optional_view(f"{name}: signals", signals, words, expected="i32 or u32", place=place),
             integer(f"{name}: block_rows", block_rows, 1),
-            integer(f"{name}: threshold", threshold, -INT32_MAX - 1, INT32_MAX),
+            integer(f"{name}: threshold", threshold, least, most),
+            unsigned,
             place.stream,
         )
         return LatencyCombined(place.finished(raw), like, out)
@@ -344,8 +348,11 @@ class LatencyExchange:
 
     def _carried(self, value: Any) -> _ferry.Dtype | None:
         """The configured dtype for a uint16 array, which cannot say it."""
-        carrier = str(getattr(value, "dtype", "")).removeprefix("torch.") == "uint16"
-        return self._dtype if carrier else None
+        return self._dtype if _dtype_of(value) == "uint16" else None
+
+
+def _dtype_of(value: Any) -> str:
+    return str(getattr(value, "dtype", "")).removeprefix("torch.")
 
 
 __all__ = ["LatencyCombined", "LatencyExchange", "LatencyReceived"]

@@ -83,9 +83,10 @@ Received dispatch(const HeldExchange& exchange, const View& x, const View& topk_
 Combined combine(const HeldExchange& exchange, const View& rows, const Received& received,
                  const View* topk_weights, CombinePath path, CombineFormat format,
                  const View* wait_ns, bool hook, const View* out, const View* signals,
-                 std::int64_t block_rows, std::int32_t threshold, const nb::object& stream) {
+                 std::int64_t block_rows, std::int64_t threshold, bool is_unsigned,
+                 const nb::object& stream) {
   LatencyCombineOptions options;
-  if (signals != nullptr) options.signals = {signals->read(), block_rows, threshold};
+  if (signals != nullptr) options.signals = {signals->read(), block_rows, threshold, is_unsigned};
   options.path = path;
   options.format = format;
   options.wait_ns = optional_write(wait_ns);
@@ -143,11 +144,11 @@ void bind_latency(nb::module_& m) {
            nb::arg("topk_weights").none(), nb::arg("path"), nb::arg("format"),
            nb::arg("wait_ns").none(), nb::arg("hook"), nb::arg("out").none(),
            nb::arg("signals").none(), nb::arg("block_rows"), nb::arg("threshold"),
-           nb::arg("stream").none(),
+           nb::arg("is_unsigned"), nb::arg("stream").none(),
            nb::sig("def combine(self, rows: View, received: LatencyReceived, topk_weights: View | "
                    "None, path: CombinePath, format: CombineFormat, wait_ns: View | None, hook: "
                    "bool, out: View | None, signals: View | None, block_rows: int, threshold: int, "
-                   "stream: Stream | None) -> LatencyCombined"))
+                   "is_unsigned: bool, stream: Stream | None) -> LatencyCombined"))
       .def(
           "masked",
           [](const HeldExchange& e) {

@@ -302,12 +302,14 @@ def test_refusals(rng: np.random.Generator) -> None:
     assert all(run_ranks(RANKS, body, experts=EXPERTS))
 
 
-def make_rows(made: np.ndarray, rows: np.ndarray, signals: np.ndarray, block: int) -> None:
+def make_rows(
+    made: np.ndarray, rows: np.ndarray, signals: np.ndarray, block: int, ready: int
+) -> None:
     for e in reversed(range(len(made))):
         for b in range(signals.shape[1]):
             at = slice(b * block, (b + 1) * block)
             rows[e, at] = made[e, at]
-            signals[e, b] = 2
+            signals[e, b] = ready
 
 
 def test_rows_are_sent_as_their_blocks_are_made(rng: np.random.Generator) -> None:
@@ -320,9 +322,13 @@ def test_rows_are_sent_as_their_blocks_are_made(rng: np.random.Generator) -> Non
             sent = lat.dispatch(case.x[group.rank], case.routes[group.rank])
             made = np.array(sent.x)
             rows = np.full_like(made, np.nan)
-            signals = np.zeros((len(made), -(-RANKS * CAPACITY // block)), np.int32)
+            # Signals of u32 are compared as such: below and above 2^31.
+            start, ready, dtype = (
+                (2**31 - 1, 2**31 + 1, np.uint32) if block == 7 else (0, 2, np.int32)
+            )
+            signals = np.full((len(made), -(-RANKS * CAPACITY // block)), start, dtype)
 
-            maker = threading.Timer(0.01, make_rows, (made, rows, signals, block))
+            maker = threading.Timer(0.01, make_rows, (made, rows, signals, block, ready))
             maker.start()
             got = lat.combine(
                 rows,
@@ -331,7 +337,7 @@ def test_rows_are_sent_as_their_blocks_are_made(rng: np.random.Generator) -> Non
                 path=path,
                 signals=signals,
                 block_rows=block,
-                threshold=2,
+                threshold=ready,
             )
             maker.join()
             assert np.array_equal(got.x, case.combined(group.rank))
@@ -339,6 +345,11 @@ def test_rows_are_sent_as_their_blocks_are_made(rng: np.random.Generator) -> Non
         weights, wrong = case.weights[group.rank], np.zeros((len(made), 2), np.int32)
         with pytest.raises(ferry.InvalidArgumentError, match="signals: got shape"):
             lat.combine(made, sent, weights, signals=wrong)
+        unsigned = wrong[:, :1].astype(np.uint32)
+        with pytest.raises(
+            ferry.InvalidArgumentError, match=r"threshold: got -1; expected at least 0"
+        ):
+            lat.combine(made, sent, weights, signals=unsigned, threshold=-1)
         none, most = np.zeros((len(made), 0), np.int32), 2**63 - 1
         with pytest.raises(ferry.InvalidArgumentError, match=r"signals: .*expected \[\d+, 1\]"):
             lat.combine(made, sent, weights, signals=none, block_rows=most)

@@ -1,4 +1,5 @@
 // The arguments of latency mode's dispatch and combine.
+#include <limits>
 #include <string>
 
 #include "core/check.hpp"
@@ -87,6 +88,14 @@ void check_signals(const BlockSignals& signals, const LatencyConfig& config,
   }
   if (signals.block_rows < 1) {
     refuse(kCombine, "signals: block_rows", to_string(signals.block_rows), "at least 1");
+  }
+  const std::int64_t least = signals.is_unsigned ? 0 : std::numeric_limits<std::int32_t>::min();
+  const std::int64_t most = signals.is_unsigned ? std::numeric_limits<std::uint32_t>::max()
+                                                : std::numeric_limits<std::int32_t>::max();
+  if (signals.threshold < least || signals.threshold > most) {
+    refuse(kCombine, "signals: threshold", to_string(signals.threshold),
+           to_string(least) + " to " + to_string(most) + ", for signals of " +
+               (signals.is_unsigned ? "u32" : "i32"));
   }
   const std::int64_t rows = dispatched.ranks * config.capacity;
   const std::int64_t blocks = rows / signals.block_rows + (rows % signals.block_rows != 0);

@@ -11,7 +11,6 @@ from deep_ep.errors import refuse, require, require_integer
 from deep_ep.low_latency_checks import check_tensor
 
 _SIGNALS = (torch.int32, torch.uint32)
-_MOST = 2**31 - 1  # Ferry compares signals as i32
 
 
 class Blocks(NamedTuple):
@@ -45,18 +44,14 @@ def signals_of(
         good = torch.equal(given.counts, made.counts)
         expected = f"{made.counts.tolist()}, of the dispatch"
         require(good, call, "packed_recv_count", given.counts.tolist(), expected)
-    signals = given.signals.view(torch.int32).view(local, of_expert)
-    if given.signals.dtype == torch.uint32 and signals.numel() > 0 and int(signals.min()) < 0:
-        first = int((signals < 0).flatten().nonzero()[0])
-        got = f"{int(signals.flatten()[first]) + 2**32} at [{first}]"
-        refuse(call, name, got, f"signals of uint32 up to {_MOST}")
+    signals = given.signals.view(local, of_expert)
     return {"signals": signals, "block_rows": rows, "threshold": threshold}
 
 
 def _threshold(call: str, name: str, given: Blocks) -> int:
     unsigned = isinstance(given.signals, Tensor) and given.signals.dtype == torch.uint32
-    least = 0 if unsigned else -_MOST - 1
-    expected = f"{least} to {_MOST}, for signals of {'uint32' if unsigned else 'int32'}"
+    least, most = (0, 2**32 - 1) if unsigned else (-(2**31), 2**31 - 1)
+    expected = f"{least} to {most}, for signals of {'uint32' if unsigned else 'int32'}"
     threshold = require_integer(call, name, given.threshold, least, expected)
-    require(threshold <= _MOST, call, name, threshold, expected)
+    require(threshold <= most, call, name, threshold, expected)
     return threshold

@@ -203,11 +203,11 @@ class LowLatency(Masks):
             combine_wait_recv_cost_stats: i64 [R], as for the dispatch.
             overlap: rows are made while the call runs, in CPU memory; needs return_recv_hook and a
                 handle's first combine. num_sms: 0: CPU memory takes no SMs.
-            packed_recv_count: i32 [L], the counts of the dispatch. comp_signal: i32, L times
+            packed_recv_count: i32 [L], the counts of the dispatch. comp_signal: i32 or u32, L times
                 ceil(R*C / block_m): that block of an expert's rows is read once its signal is
                 `threshold` or more.
             src_signals: instead: u32 or i32 [L]: an expert's rows are read once its signal is
-                src_signal_expect_value or more. Signals of u32 go up to 2^31 - 1.
+                src_signal_expect_value or more.
 
         Returns [T, H], the event, the hook or None. A handle may serve again, and after two later
         dispatches; Ferry, which has forgotten its routes by then, sends them once more.

@@ -65,20 +65,23 @@ class RowsBeingMade {
     auto* word = const_cast<std::int32_t*>(static_cast<const std::int32_t*>(signals_->made.data));
     const std::atomic_ref<std::int32_t> made(word[at]);
     // acquire: the block's rows are there once its maker's release store is seen.
-    if (made.load(std::memory_order_acquire) >= signals_->threshold) return;
+    if (value_of(made.load(std::memory_order_acquire)) >= signals_->threshold) return;
     wait_for(made, expert, block);
   }
 
  private:
   using Clock = std::chrono::steady_clock;
 
+  std::int64_t value_of(std::int32_t signal) const {
+    return signals_->is_unsigned ? std::int64_t{static_cast<std::uint32_t>(signal)} : signal;
+  }
   void wait_for(const std::atomic_ref<std::int32_t>& made, std::int64_t expert,
                 std::int64_t block) const {
     constexpr std::chrono::microseconds kSpins{200}, kNap{50};
     const auto start = Clock::now();
     unsigned naps = 0;
     for (;;) {
-      const std::int32_t seen = made.load(std::memory_order_acquire);
+      const std::int64_t seen = value_of(made.load(std::memory_order_acquire));
       if (seen >= signals_->threshold) return;
       const auto now = Clock::now();
       if (now - began_ > engine_.config().deadline) refuse_late(expert, block, seen);
@@ -90,7 +93,7 @@ class RowsBeingMade {
       std::this_thread::sleep_for(kNap);
     }
   }
-  [[noreturn]] void refuse_late(std::int64_t expert, std::int64_t block, std::int32_t seen) const {
+  [[noreturn]] void refuse_late(std::int64_t expert, std::int64_t block, std::int64_t seen) const {
     throw Error(
         ErrorKind::deadline,
         "latency combine: signals: block " + std::to_string(block) + " of local expert " +
