@@ -67,27 +67,37 @@ std::optional<ProcessStat> stat_of(std::int64_t pid) noexcept {
   return stat_at(path.data());
 }
 
-/// Whether every thread of the process is on its way out. The first one alone may end before the
-/// others (pthread_exit of main).
-bool all_threads_exit(std::int64_t pid) {
-  const auto first = stat_of(pid);
-  if (!first || !first->exiting) return false;
+/// Whether every thread that /proc lists of the process is on its way out. One that cannot be read
+/// runs, unless it is gone.
+bool all_listed_exit(std::int64_t pid) noexcept try {
   std::error_code error;
   const std::string folder = "/proc/" + std::to_string(pid) + "/task";
-  for (std::filesystem::directory_iterator at(folder, error), end; !error && at != end;
-       at.increment(error)) {
+  std::filesystem::directory_iterator at(folder, error);
+  for (; !error && at != std::filesystem::directory_iterator(); at.increment(error)) {
     const auto thread = stat_at((at->path() / "stat").c_str());
-    if (thread && !thread->exiting) return false;
+    if (thread ? !thread->exiting : errno != ENOENT && errno != ESRCH) return false;
   }
-  return true;
+  return !error || error == std::errc::no_such_file_or_directory ||
+         error == std::errc::no_such_process;
+} catch (const std::bad_alloc&) {
+  return false;
+}
+
+/// Whether every thread of the process is on its way out. The first one alone may end before the
+/// others (pthread_exit of main). Twice: one that ends may have started another behind the list.
+bool all_threads_exit(std::int64_t pid) noexcept {
+  const auto first = stat_of(pid);
+  return first && first->exiting && all_listed_exit(pid) && all_listed_exit(pid);
 }
 
 PeerState state_without_pidfd(const ProcessName& process) noexcept {
   if (kill(static_cast<pid_t>(process.pid), 0) != 0 && errno == ESRCH) return PeerState::dead;
   const auto found = stat_of(process.pid);
   if (!found) return PeerState::alive;  // it exists, /proc does not say more
+  if (found->start_time != process.start_time) return PeerState::dead;
   const bool ended = found->state == 'Z' || found->state == 'X' || found->state == 'x';
-  return ended || found->start_time != process.start_time ? PeerState::dead : PeerState::alive;
+  // A zombie may be its first thread alone.
+  return ended && all_listed_exit(process.pid) ? PeerState::dead : PeerState::alive;
 }
 
 }  // namespace
@@ -155,11 +165,7 @@ PeerState ProcessWatch::state() noexcept {
 bool ProcessWatch::ends() noexcept {
   const PeerState now = state();
   if (now != PeerState::alive || process_.pid == getpid()) return now == PeerState::dead;
-  try {
-    return all_threads_exit(process_.pid);
-  } catch (const std::bad_alloc&) {
-    return false;
-  }
+  return all_threads_exit(process_.pid);
 }
 
 }  // namespace ferry
