@@ -35,7 +35,6 @@ class Load {
   void run() {
     step_ = group_.view().step + 1;
     enter(group_.view());
-    mine_.bytes = registered();
     reporter_.line("going");
     for (;;) {
       try {
@@ -116,10 +115,11 @@ class Load {
           die_at(Stage::regroup);
         });
       }
+      const std::int64_t before = registered();
       const GroupView next = group_.regroup();
       if (end.joinable()) end.join();
       enter(next);
-      if (registered() != mine_.bytes) fail("regroup registered memory");
+      if (registered() != before) fail("regroup registered memory");
       check_free_memory();
       return true;
     } catch (const Error& error) {

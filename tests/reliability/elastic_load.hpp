@@ -29,7 +29,7 @@ struct ElasticBoard {
   struct Rank {
     std::atomic<int> order{-1};  ///< a Stage at which it does away with itself
     std::atomic<int> signal{0};  ///< by this signal
-    std::atomic<std::int64_t> steps{0}, epoch{1}, bytes{0};
+    std::atomic<std::int64_t> steps{0}, epoch{1};
     std::atomic<double> lost{0};       ///< when it killed or stopped itself
     std::atomic<double> failed{0};     ///< when its last call threw
     std::atomic<double> exchanged{0};  ///< the end of the first step of `epoch`
