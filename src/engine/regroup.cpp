@@ -233,7 +233,7 @@ void Regroup::begin(std::uint64_t step) {
   timeout_ = Clock::now() + config_.deadline;
   polled_ = {};
   ended_ = {};  // told again: who did not know of a joiner then has not believed it
-  poll();  // what is old already gives no new trust
+  poll();       // what is old already gives no new trust
   member_->stop();
   // Who is late is not waited for again, unless it is here. A death is proven below; others may
   // still come.
