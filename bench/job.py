@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import platform
@@ -10,6 +11,8 @@ import secrets
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -58,6 +61,21 @@ def launch(ranks: int, **variables: str) -> int:
         for rank in range(ranks)
     ]
     return next((code for code in [process.wait() for process in processes] if code), 0)
+
+
+def run_exchange(args: argparse.Namespace, run_rank: Callable[[argparse.Namespace], None]) -> int:
+    """The main function of a benchmark of exchanges: launcher without RANK in the environment, rank
+    with it. args: ranks (0: one for each GPU), experts. Returns the exit code."""
+    ranks = args.ranks or gpu_count()
+    if ranks == 0:
+        print(f"{Path(sys.argv[0]).stem}: NO GPU", file=sys.stderr)
+        return 1
+    if args.experts % ranks:
+        raise SystemExit(f"--experts {args.experts}: expected a multiple of --ranks {ranks}")
+    if not is_rank():
+        return launch(ranks)
+    run_rank(args)
+    return 0
 
 
 def percentile(values: list[float], share: float) -> float:

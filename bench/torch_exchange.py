@@ -373,20 +373,5 @@ def run_rank(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def main() -> int:
-    """Launcher without RANK in the environment, rank with it."""
-    args = arguments()
-    ranks = args.ranks or job.gpu_count()
-    if ranks == 0:
-        print("torch_exchange: NO GPU", file=sys.stderr)
-        return 1
-    if args.experts % ranks:
-        raise SystemExit(f"--experts {args.experts}: expected a multiple of --ranks {ranks}")
-    if not job.is_rank():
-        return job.launch(ranks)
-    run_rank(args)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(job.run_exchange(arguments(), run_rank))
