@@ -70,47 +70,44 @@ TEST(Regroup, RanksOfSeveralDomainsAreKilledAndStopped) {
   ASSERT_EQ(job.wrong(), "");
 }
 
-TEST(Regroup, ProcessesTakeThePlacesOfRanksThatWereKilled) {
-  ElasticJob job(5, 30s);
-  for (const std::vector<int>& seats : {std::vector<int>{0}, {4}, {0, 2}}) {
+/// Processes take the seats of ranks that were killed, set after set; then joiners for one seat are
+/// killed so long after they began, and at last a rank beside a joiner.
+struct Replacements {
+  std::vector<std::vector<int>> seats{};
+  int joiner = 0;
+  std::vector<std::chrono::microseconds> killed_after{};
+  int beside = 0;
+};
+
+void replace(ElasticJob& job, std::size_t ranks, const Replacements& all) {
+  for (const std::vector<int>& seats : all.seats) {
     job.lose(seats, Stage::anywhere, SIGKILL);
     ASSERT_EQ(job.wrong(), "");
     job.join(seats);
     ASSERT_EQ(job.wrong(), "");
   }
-  job.lose({1}, Stage::dispatch, SIGKILL);
-  for (const auto after : {0us, 3000us, 8000us, 15'000us, 30'000us}) {
-    job.lose_joiner(1, after);
+  job.lose({all.joiner}, Stage::dispatch, SIGKILL);
+  for (const auto after : all.killed_after) {
+    job.lose_joiner(all.joiner, after);
     ASSERT_EQ(job.wrong(), "") << after.count();
   }
-  job.lose_beside_joiner(1, 3, 10ms);
+  job.lose_beside_joiner(all.joiner, all.beside, 10ms);
   ASSERT_EQ(job.wrong(), "");
-  job.join({3});
+  job.join({all.beside});
   ASSERT_EQ(job.wrong(), "");
-  EXPECT_EQ(job.alive().size(), 5u);
+  EXPECT_EQ(job.alive().size(), ranks);
 }
 
-/// Domains of two, of which a rank is always left: others of its domain and of others join, one by
-/// one, two at once in different domains, and one that dies meanwhile.
+TEST(Regroup, ProcessesTakeThePlacesOfRanksThatWereKilled) {
+  ElasticJob job(5, 30s);
+  replace(job, 5, {{{0}, {4}, {0, 2}}, 1, {0us, 3000us, 8000us, 15'000us, 30'000us}, 3});
+}
+
+/// Domains of two, of which a rank is always left.
 TEST(Regroup, ProcessesTakeThePlacesOfRanksOfSeveralDomains) {
   if (!engine::test::has_network()) GTEST_SKIP() << "no libfabric on this machine";
   ElasticJob job(6, 30s, 2);
-  for (const std::vector<int>& seats : {std::vector<int>{0}, {5}, {1, 2, 4}, {0}}) {
-    job.lose(seats, Stage::anywhere, SIGKILL);
-    ASSERT_EQ(job.wrong(), "");
-    job.join(seats);
-    ASSERT_EQ(job.wrong(), "");
-  }
-  job.lose({3}, Stage::dispatch, SIGKILL);
-  for (const auto after : {0us, 8000us, 20'000us, 40'000us}) {
-    job.lose_joiner(3, after);
-    ASSERT_EQ(job.wrong(), "") << after.count();
-  }
-  job.lose_beside_joiner(3, 0, 10ms);
-  ASSERT_EQ(job.wrong(), "");
-  job.join({0});
-  ASSERT_EQ(job.wrong(), "");
-  EXPECT_EQ(job.alive().size(), 6u);
+  replace(job, 6, {{{0}, {5}, {1, 2, 4}, {0}}, 3, {0us, 8000us, 20'000us, 40'000us}, 0});
 }
 
 }  // namespace
