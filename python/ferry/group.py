@@ -24,7 +24,7 @@ from ferry.handles import register_group
 from ferry.metrics import metrics_of, serve_as_environment_says, text_of
 from ferry.results import ArrayT, Combined, Received
 from ferry.routes import RouteFile
-from ferry.streams import Streams, chosen_gpu, current_handle
+from ferry.streams import Streams, chosen_gpu, current_handle, device_name
 from ferry.tensors import (
     dtype_named,
     empty_array,
@@ -207,7 +207,7 @@ class Group:
     @property
     def device(self) -> str:
         """Where all tensors of this rank lie: "cpu", "cuda:0", ..."""
-        return "cpu" if self._gpu is None else f"cuda:{self._gpu}"
+        return device_name(self._gpu)
 
     @property
     def handle(self) -> int:

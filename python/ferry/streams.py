@@ -119,6 +119,11 @@ def current_handle(gpu: int) -> int | None:
     return int(torch.cuda.current_stream(gpu).cuda_stream)
 
 
+def device_name(gpu: int | None) -> str:
+    """As torch names it: "cpu" for None, "cuda:0", ..."""
+    return "cpu" if gpu is None else f"cuda:{gpu}"
+
+
 def chosen_gpu(device: Any) -> int:
     """An ordinal from an integer, "cuda:1", a torch.device; None: torch's current one, or -1, the
     current one of the CUDA runtime."""

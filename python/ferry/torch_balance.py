@@ -28,6 +28,7 @@ from ferry.collectives import Collectives
 from ferry.errors import MismatchError
 from ferry.experts import BatchBalancer
 from ferry.group import Group
+from ferry.streams import device_name
 from ferry.torch_reductions import agree
 from ferry.torch_replicas import copy_experts, reduce_experts
 
@@ -91,7 +92,7 @@ class Copies:
             got = f"rank {ranks.rank} of {ranks.size}"
             expected = f"rank {group.rank} of {group.size}, as of the group"
             refuse(f"{call}: collectives", got, expected)
-        device = "cpu" if ranks._gpu is None else f"cuda:{ranks._gpu}"
+        device = device_name(ranks._gpu)
         if group.device != device:
             refuse(f"{call}: collectives", f"some on {device}", f"{group.device}, as of the group")
         self.slots = integer(f"{call}: balance", slots, 1)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from ferry._ferry import Plan
 from ferry.arguments import instance, refuse
 from ferry.experts import ExpertPlacement
 from ferry.group import Group
@@ -52,6 +53,11 @@ def sum_copies(group: Group, placement: ExpertPlacement, experts: nn.Module) -> 
     most = max(map(len, copies.values()))
     mine = placement.held_by(group.rank)
     busy = [slot for slot, expert in enumerate(mine) if expert in copies]
+    routes = torch.full((len(busy), most), -1)
+    for i, slot in enumerate(busy):
+        places = copies[mine[slot]]
+        routes[i, : len(places)] = torch.tensor(places)
+    plans: dict[int, Plan] = {}  # by rows of a copy
     for name, parameter in experts.named_parameters():
         _check(f"sum_copies: {name}", parameter, placement.slots)
         if not parameter.requires_grad:
@@ -62,12 +68,9 @@ def sum_copies(group: Group, placement: ExpertPlacement, experts: nn.Module) -> 
         rows = -(-width // _ROW)
         sent = torch.zeros(len(busy), rows * _ROW)
         sent[:, :width] = parameter.grad[busy].reshape(len(busy), width)
-        routes = torch.full((len(busy), most), -1)
-        for i, slot in enumerate(busy):
-            places = copies[mine[slot]]
-            routes[i, : len(places)] = torch.tensor(places)
-        plan = group.plan(routes.repeat_interleave(rows, 0))
-        got = group.dispatch(sent.view(-1, _ROW), plan, order="expert_major")
+        if rows not in plans:
+            plans[rows] = group.plan(routes.repeat_interleave(rows, 0))
+        got = group.dispatch(sent.view(-1, _ROW), plans[rows], order="expert_major")
         assert got.expert_offsets is not None
         ends = got.expert_offsets.tolist()
         for slot in busy:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ferry.arguments import refuse
 from ferry.collectives import Collectives
 from ferry.errors import MismatchError
+from ferry.streams import device_name
 
 _OPS = {"SUM": "sum", "AVG": "mean", "PRODUCT": "product", "MIN": "min", "MAX": "max"}
 _NATIVE = (
@@ -72,7 +73,7 @@ def reduce_scatter(ranks: Collectives, out: torch.Tensor, whole: torch.Tensor, o
 def agree(ranks: Collectives, call: str, what: str) -> None:
     """Collective. Raises MismatchError on all ranks unless all say the same: of what Ferry itself
     does not see in the calls that carry it."""
-    device = "cpu" if ranks._gpu is None else f"cuda:{ranks._gpu}"
+    device = device_name(ranks._gpu)
     said = torch.zeros((ranks.size, _SAID), dtype=torch.uint8, device=device)
     mine = torch.frombuffer(bytearray(what.encode()[:_SAID].ljust(_SAID)), dtype=torch.uint8)
     ranks.all_gather(mine.to(device), said.view(-1))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from deep_ep.buffers.base import BufferBase
+from deep_ep.buffers.base import Regroups
 from deep_ep.config import Config, combine_config, dispatch_config
 from deep_ep.environment import qp_depth
 from deep_ep.errors import refuse, require, require_integer
@@ -17,7 +17,7 @@ from deep_ep.throughput import Throughput
 _MOST_BYTES = 1 << 62  # that ranks tell each other
 
 
-class Buffer(BufferBase, Throughput, LowLatency):
+class Buffer(Regroups, Throughput, LowLatency):
     """R ranks that exchange tokens, in throughput mode and in low-latency mode.
 
     Making one is collective. All ranks make the same calls in the same order. Tensors lie on the
@@ -78,17 +78,6 @@ class Buffer(BufferBase, Throughput, LowLatency):
         self.enable_shrink = enable_shrink
         self.nvshmem_qp_depth = qp_depth()
         self._open_low_latency()
-
-    def regroup(self) -> list[int]:
-        """Not in the original. Collective among the ranks that are left, after a call raised
-        ferry.PeerFailedError or PeerLeftError: this buffer goes on without the others, in the
-        memory that is registered, in throughput mode. Returns the ranks that are left.
-
-        Ranks and experts keep their numbers; routes to experts of lost ranks are refused, and so
-        are handles from before. Calls that need something new of all ranks, such as another number
-        of experts, raise ferry.UnsupportedError, and so does this on GPUs or over several hosts.
-        """
-        return self._regroup()
 
     def _close(self) -> None:
         self._close_low_latency()

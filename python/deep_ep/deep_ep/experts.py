@@ -10,7 +10,7 @@ from torch import Tensor
 import ferry.torch
 from deep_ep import arguments
 from deep_ep.borrowed import tensor_of
-from deep_ep.buffers.base import Communicating
+from deep_ep.buffers.base import Communicating, Regroups
 from deep_ep.call import Call, column_major, with_scales
 from deep_ep.ep_handle import Arrived, EPHandle, exchange_of, worst_rows
 from deep_ep.errors import refuse, require, require_integer
@@ -66,7 +66,7 @@ class Routes(NamedTuple):
     col_major_scales: bool
 
 
-class Experts(Communicating):
+class Experts(Regroups, Communicating):
     """R ranks that exchange tokens with experts. Ferry sends rows straight to their place in the
     tensor that the caller gets: there is no epilogue of its own, order is always that of ascending
     source rank and token, and rows between experts are always zero."""
@@ -113,17 +113,6 @@ class Experts(Communicating):
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self._sms: dict[tuple[int, int], int] = {}
         self._at_once = _AT_ONCE.turn(call, self.runtime, torch.device("cpu"))
-
-    def regroup(self) -> list[int]:
-        """Not in the original. Collective among the ranks that are left, after a call raised
-        ferry.PeerFailedError or PeerLeftError: this buffer goes on without the others, in the
-        memory that is registered. Returns the ranks that are left.
-
-        Ranks and experts keep their numbers; routes to experts of lost ranks are refused, and so
-        are handles from before. Calls that need something new of all ranks, such as another number
-        of experts, raise ferry.UnsupportedError, and so does this on GPUs or over several hosts.
-        """
-        return self._regroup()
 
     def get_physical_domain_size(self) -> tuple[int, int]:
         """Groups of ranks that share memory, and the ranks of one."""

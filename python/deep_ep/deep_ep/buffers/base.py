@@ -80,10 +80,6 @@ class BufferBase:
         def __getattr__(self, name: str) -> Any:
             raise absent(type(self).__name__, name)
 
-    def _regroup(self) -> list[int]:
-        self._require_living()
-        return self._groups.regroup()
-
     def _close(self) -> None:
         """Drops what holds the groups' memory, before they are left."""
 
@@ -106,6 +102,22 @@ class BufferBase:
                 "explicitly_destroy=True was dropped without destroy()",
                 file=sys.stderr,
             )
+
+
+class Regroups(BufferBase):
+    """Of the buffers that ranks can go on with when one is lost."""
+
+    def regroup(self) -> list[int]:
+        """Not in the original. Collective among the ranks that are left, after a call raised
+        ferry.PeerFailedError or PeerLeftError: this buffer goes on without the others, in the
+        memory that is registered, in throughput mode. Returns the ranks that are left.
+
+        Ranks and experts keep their numbers; routes to experts of lost ranks are refused, and so
+        are handles from before. Calls that need something new of all ranks, such as another number
+        of experts, raise ferry.UnsupportedError, and so does this on GPUs or over several hosts.
+        """
+        self._require_living()
+        return self._groups.regroup()
 
 
 class Communicating(BufferBase):
