@@ -10,6 +10,7 @@
 namespace ferry::engine {
 namespace {
 
+/// Whether a view is of the group's ranks, and each joiner that it names has a seat in it.
 bool of_ranks(const Member::View& view, const Member::Seats& all) {
   for (const protocol::Join& join : view.joins) {
     const bool named = join.seat < static_cast<std::uint64_t>(SeatTraits::kSeats) &&
@@ -156,7 +157,7 @@ void Carrier::take(Seat& seat, const Text& text, std::span<const std::byte> card
 void Carrier::take(int peer, std::span<const std::byte> bytes) {
   Text text;
   if (bytes.empty()) {
-    DeathWatch::tell();  // a failure broadcast has come, too, a fence or a notice of a link
+    DeathWatch::tell();  // a failure broadcast has come, too, a fence or a link
   } else if (bytes.size() >= sizeof text) {
     std::memcpy(&text, bytes.data(), sizeof text);
     const auto card = bytes.subspan(sizeof text);

@@ -11,13 +11,13 @@ void Linking::begin(int seat, const Member::View& view, std::uint64_t ticket) {
   if (ticket != 0) carrier_->seat(seat, ticket);
 }
 
-/// By the card that its domain has sent on, or its own.
+/// By the card of its own message, or the one that a rank of its domain has sent.
 bool Linking::try_link(int seat, Seat& there) {
-  const auto link_notice = fabric_.link_notice(seat, there.epoch);
+  const auto link_message = fabric_.link_message(seat, there.epoch);
   const auto waiting = carrier_->waiting(seat);
   const bool sent_on = waiting && there.ticket != 0 && waiting->said.ticket == there.ticket;
-  if (!link_notice && !sent_on) return false;
-  fabric_.link(seat, link_notice ? link_notice->card : waiting->card, there.epoch,
+  if (!link_message && !sent_on) return false;
+  fabric_.link(seat, link_message ? link_message->card : waiting->card, there.epoch,
                {channel_.joined_at(channel_.rank()), ticket_});
   return true;
 }
@@ -34,12 +34,12 @@ std::vector<int> Linking::advance(const Member::Seats& live, Member::Seats& fail
       continue;
     }
     if (there.state != State::told) continue;
-    const auto link_notice = fabric_.link_notice(seat, there.epoch);
-    if (!link_notice) continue;
+    const auto link_message = fabric_.link_message(seat, there.epoch);
+    if (!link_message) continue;
     if (there.ticket == 0) {  // this rank has joined, and learns how the seat did
-      const std::uint64_t at = link_notice->words[0];  // in the epoch before, or it is in this one
+      const std::uint64_t at = link_message->words[0];  // in the epoch before, or it is in this one
       there.joined_at = at == Channel::kJoining ? there.step + 1 : at;
-      there.ticket = link_notice->words[1];
+      there.ticket = link_message->words[1];
       carrier_->seat(seat, there.ticket);
     }
     there.state = State::linked;

@@ -1,8 +1,7 @@
-// How ranks of other domains and processes that have joined come to reach each other: each links
-// the other by its card, and says so. It is done when both have said so.
+// How a process that has joined and the ranks of other domains come to reach each other: each links
+// the other by its card, and sends it a message. Two are linked when both messages have come.
 #pragma once
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <vector>
 
@@ -21,22 +20,23 @@ class Linking {
         ticket_(ticket),
         seats_(static_cast<std::size_t>(channel.size())) {}
 
-  /// A far seat has joined with this view, or this rank has.
-  /// `ticket`: of who has the seat; 0: it says so itself.
+  /// A process has taken a far seat with this view, or this rank has joined with it. `ticket`: of
+  /// who has the seat; 0: not known yet, its message says it.
   void begin(int seat, const Member::View& view, std::uint64_t ticket);
   bool pending(int seat) const { return at(seat).state != State::linked; }
-  /// It cannot have written here: this rank has not linked it.
+  /// This rank has not linked it, so it cannot have written here.
   bool untouched(int seat) const { return at(seat).state == State::waits; }
   /// The epoch in which it was linked; 1: the group was made with both.
   protocol::Epoch since(int seat) const { return at(seat).epoch; }
   /// The step that was committed when it joined, plus 1, or Channel::kJoining; 0: a founder.
   std::uint64_t joined_at(int seat) const { return at(seat).joined_at; }
   bool any() const { return any_; }
-  /// Links those that can be, of the live ones. Returns those that are done since. `failed`: their
-  /// cards cannot be.
+  /// Links what live seats it can. Returns those that are linked since the last time. `failed`:
+  /// those whose cards cannot be used.
   std::vector<int> advance(const Member::Seats& live, Member::Seats& failed);
 
  private:
+  /// waits: for a card; told: the message is sent, and the other one has not come.
   enum class State : std::uint8_t { linked, waits, told };
   struct Seat {
     State state = State::linked;

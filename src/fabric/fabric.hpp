@@ -137,24 +137,25 @@ class Fabric {
   /// This rank goes on without the peer for good: nothing is sent there any more.
   virtual void exclude(int /*peer*/) noexcept {}
 
-  // How a process that takes the place of a lost rank and the ranks that do not share memory with
-  // it come to reach each other. Of a network.
+  // Of a network: how a process that takes the place of a lost rank, and the ranks that share no
+  // memory with it, come to reach each other.
 
-  /// What a process that joins is given, for its own fabric. A secret of the job.
+  /// What a process that joins needs for its own fabric. It holds the job's key: for processes of
+  /// this user on this host alone.
   virtual std::vector<std::byte> invitation() const { return {}; }
   /// How others reach this rank and its memory.
   virtual std::vector<std::byte> card() const { return {}; }
-  struct LinkNotice {
+  struct LinkMessage {
     std::array<std::uint64_t, 2> words{};  ///< the engine's
     std::vector<std::byte> card{};         ///< of who has linked
   };
-  /// From now on the peer is the process whose card this is, in this epoch on both sides, and is
-  /// told so: it gets `words` and this rank's card. Throws Error for a card that cannot
-  /// be.
+  /// From this epoch on, the same on both sides, the peer is the process with this card. It is
+  /// sent `words` and this rank's card. Throws Error for a card that cannot be.
   virtual void link(int /*peer*/, std::span<const std::byte> /*card*/, std::uint64_t /*epoch*/,
                     const std::array<std::uint64_t, 2>& /*words*/) {}
-  /// The peer's, when it has linked this rank in that epoch; it may come before this rank links it.
-  virtual std::optional<LinkNotice> link_notice(int /*peer*/, std::uint64_t /*epoch*/) {
+  /// What the peer has sent when it linked this rank in that epoch, perhaps before this rank did;
+  /// nothing: it has not yet.
+  virtual std::optional<LinkMessage> link_message(int /*peer*/, std::uint64_t /*epoch*/) {
     return {};
   }
 

@@ -33,7 +33,7 @@ class Lobby {
   };
   /// This rank shows itself under a name; called before it registers memory.
   virtual void open(const Opening& opening) = 0;
-  /// Of a process that joins: for ranks that do not share memory with it.
+  /// Of a process that joins: shows its card (fabric.hpp), which ranks of this domain send on.
   virtual void show(std::span<const std::byte> card) = 0;
   /// Whether the seat is of those that meet here: of this rank's domain.
   virtual bool has(int /*rank*/) const { return true; }

@@ -110,8 +110,8 @@ class DomainFabric final : public Fabric, public Lobby {
             const std::array<std::uint64_t, 2>& words) override {
     way(peer).link(peer, card, epoch, words);
   }
-  std::optional<LinkNotice> link_notice(int peer, std::uint64_t epoch) override {
-    return way(peer).link_notice(peer, epoch);
+  std::optional<LinkMessage> link_message(int peer, std::uint64_t epoch) override {
+    return way(peer).link_message(peer, epoch);
   }
 
   // Those of this domain meet in the lobby of `inside_`.

@@ -78,19 +78,20 @@ void Arrivals::text(int source, std::span<const std::byte> text) {
   if (on_text_) on_text_(source, text);
 }
 
-void Arrivals::notify_linked(int source, std::uint64_t epoch, Fabric::LinkNotice link_notice) {
+void Arrivals::take_link_message(int source, std::uint64_t epoch,
+                                 Fabric::LinkMessage link_message) {
   const std::lock_guard lock(mutex_);
-  LastNotice& last = link_notices_[static_cast<std::size_t>(source)];
+  LastMessage& last = link_messages_[static_cast<std::size_t>(source)];
   if (epoch <= last.epoch) return;
-  last = {epoch, std::move(link_notice)};
+  last = {epoch, std::move(link_message)};
   if (on_text_) on_text_(source, {});
 }
 
-std::optional<Fabric::LinkNotice> Arrivals::link_notice(int source, std::uint64_t epoch) {
+std::optional<Fabric::LinkMessage> Arrivals::link_message(int source, std::uint64_t epoch) {
   const std::lock_guard lock(mutex_);
-  const LastNotice& last = link_notices_[static_cast<std::size_t>(source)];
+  const LastMessage& last = link_messages_[static_cast<std::size_t>(source)];
   if (last.epoch != epoch) return std::nullopt;
-  return last.link_notice;
+  return last.link_message;
 }
 
 void Arrivals::begin_anew(int source) {

@@ -20,7 +20,7 @@ class Arrivals {
   explicit Arrivals(int ranks)
       : signals_(ranks),
         fences_(static_cast<std::size_t>(ranks)),
-        link_notices_(static_cast<std::size_t>(ranks)) {}
+        link_messages_(static_cast<std::size_t>(ranks)) {}
 
   /// Memory of this rank that may be written from now on; nothing: no longer.
   void expose(SegmentId segment, std::byte* data, std::size_t bytes);
@@ -36,9 +36,9 @@ class Arrivals {
 
   void set_on_text(Fabric::OnText on_text);
   void text(int source, std::span<const std::byte> text);
-  /// The source has linked this rank.
-  void notify_linked(int source, std::uint64_t epoch, Fabric::LinkNotice link_notice);
-  std::optional<Fabric::LinkNotice> link_notice(int source, std::uint64_t epoch);
+  /// What a source says that has linked this rank in that epoch.
+  void take_link_message(int source, std::uint64_t epoch, Fabric::LinkMessage link_message);
+  std::optional<Fabric::LinkMessage> link_message(int source, std::uint64_t epoch);
   /// The source is another process from now on: nothing of the former one counts.
   void begin_anew(int source);
 
@@ -80,11 +80,11 @@ class Arrivals {
   std::vector<Own> own_;  // by segment
   protocol::CountedSignals<Place> signals_;
   std::vector<Fence> fences_;  // by source
-  struct LastNotice {
+  struct LastMessage {
     std::uint64_t epoch = 0;
-    Fabric::LinkNotice link_notice{};
+    Fabric::LinkMessage link_message{};
   };
-  std::vector<LastNotice> link_notices_;  // by source: the last
+  std::vector<LastMessage> link_messages_;  // by source: the last
   Fabric::OnText on_text_{};
 };
 

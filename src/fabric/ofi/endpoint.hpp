@@ -192,7 +192,7 @@ class Endpoint {
   void receive(Op* op);
   void piece(std::uint64_t data);
   void message(const Message& message, const std::byte* payload);
-  bool is_link_notice(const Message& message) const;
+  bool is_link_message(const Message& message) const;
   void beat(Clock::time_point now);
   bool is_lost(const Peer& peer, Clock::time_point now) const;
   void heard_from(Peer& peer);

@@ -122,8 +122,8 @@ void Endpoint::piece(std::uint64_t data) {
 void Endpoint::message(const Message& message, const std::byte* payload) {
   const int source = message.source;
   if (source < 0 || source >= setting_.size || source == setting_.rank) return;
-  if (is_link_notice(message)) {  // before the source is linked, or after
-    return arrivals_.notify_linked(
+  if (is_link_message(message)) {  // before the source is linked, or after
+    return arrivals_.take_link_message(
         source, message.value,
         {{message.sequence, message.pieces}, {payload, payload + message.payload}});
   }
@@ -139,7 +139,7 @@ void Endpoint::message(const Message& message, const std::byte* payload) {
     case MessageKind::fence: arrivals_.fence(source, message.value, message.pieces); break;
     case MessageKind::fenced: arrivals_.fenced(source, message.value); break;
     case MessageKind::beat:
-    case MessageKind::link_notice: break;
+    case MessageKind::link_message: break;
     case MessageKind::bye:
       peer.left = true;
       send_message(source, {.kind = MessageKind::bye_seen}, nullptr);
@@ -153,8 +153,8 @@ void Endpoint::message(const Message& message, const std::byte* payload) {
 }
 
 /// They go by the first endpoints of the first set.
-bool Endpoint::is_link_notice(const Message& message) const {
-  return message.kind == MessageKind::link_notice &&
+bool Endpoint::is_link_message(const Message& message) const {
+  return message.kind == MessageKind::link_message &&
          message.way_key ==
              make_way_key(job_since(job_, message.value), message.source, setting_.rank, 0);
 }

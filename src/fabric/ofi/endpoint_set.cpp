@@ -71,16 +71,16 @@ void EndpointSet::link(int rank, const std::vector<Partner>& partners, std::uint
   arrivals_.begin_anew(rank);
 }
 
-void EndpointSet::notify_linked(int rank, std::uint64_t epoch,
-                                const Fabric::LinkNotice& link_notice) {
+void EndpointSet::send_link_message(int rank, std::uint64_t epoch,
+                                    const Fabric::LinkMessage& link_message) {
   target_of(rank).endpoints.front()->send_text(
       rank,
-      {.kind = MessageKind::link_notice,
-       .payload = static_cast<std::uint32_t>(link_notice.card.size()),
-       .sequence = link_notice.words[0],
+      {.kind = MessageKind::link_message,
+       .payload = static_cast<std::uint32_t>(link_message.card.size()),
+       .sequence = link_message.words[0],
        .value = epoch,
-       .pieces = link_notice.words[1]},
-      link_notice.card);
+       .pieces = link_message.words[1]},
+      link_message.card);
 }
 
 void EndpointSet::leave() {

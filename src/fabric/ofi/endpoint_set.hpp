@@ -53,19 +53,19 @@ class EndpointSet {
   void start(const JobKey& job, const std::vector<std::vector<Partner>>& partners,
              std::chrono::nanoseconds spin);
 
-  /// The peer is another process from now on, as its partners say; nothing of the former one counts
-  /// any more. In this epoch, on both sides.
+  /// From this epoch on, the same on both sides, the peer is another process, which is reached by
+  /// these partners. Nothing of the former one counts any more.
   void link(int peer, const std::vector<Partner>& partners, std::uint64_t epoch);
-  /// Not of a process that has joined and a peer that is not linked; nor of no such rank: others
-  /// complain of that. Nothing goes to a peer that is not reached.
+  /// False until both are linked, where this rank or the peer has joined: what goes there is
+  /// dropped. True for a number that is no rank's, which the table of segments refuses.
   bool reaches(int peer) const {
     return peer < 0 || peer >= static_cast<int>(targets_.size()) || peer == rank_ ||
            !target_of(peer).endpoints.empty();
   }
-  /// Says so to the peer.
-  void notify_linked(int peer, std::uint64_t epoch, const Fabric::LinkNotice& link_notice);
-  std::optional<Fabric::LinkNotice> link_notice(int peer, std::uint64_t epoch) {
-    return arrivals_.link_notice(peer, epoch);
+  /// Tells the peer that this rank has linked it.
+  void send_link_message(int peer, std::uint64_t epoch, const Fabric::LinkMessage& link_message);
+  std::optional<Fabric::LinkMessage> link_message(int peer, std::uint64_t epoch) {
+    return arrivals_.link_message(peer, epoch);
   }
 
   /// Says goodbye by all endpoints; before many end one after the other, each of which waits for

@@ -1,95 +1,20 @@
 #include "fabric/ofi/handshake.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <ferry/error.hpp>
 
 #include "base/text.hpp"
-#include "fabric/ofi/card.hpp"
 #include "fabric/ofi/fi_endpoint.hpp"
+#include "fabric/ofi/handshake_bytes.hpp"
 #include "fabric/ofi/nics/address.hpp"
-#include "fabric/segment_table.hpp"
 
 namespace ferry::fabric::ofi {
 namespace {
 
-constexpr std::uint64_t kOfferMagic = 0x324946424f524546;       // "FEROBFI2"
-constexpr std::uint64_t kMagic = 0x334946424f524546;            // "FEROBFI3"
-constexpr std::uint64_t kInvitationMagic = 0x314946424f524546;  // "FEROBFI1"
-constexpr std::size_t kMostHandshakeBytes = 8192;
-constexpr std::uint32_t kMostNics = 256;        // of a machine
-constexpr std::uint32_t kMostLocal = 1u << 16;  // ranks of a machine
-constexpr std::size_t kMaxText = 1000;
+constexpr std::uint64_t kOfferMagic = 0x324946424f524546;  // "FEROBFI2"
+constexpr std::uint64_t kMagic = 0x334946424f524546;       // "FEROBFI3"
+constexpr std::uint32_t kMostNics = 256;                   // of a machine
 constexpr std::size_t kMostOfHandshakeShown = 80;
-
-void append(std::vector<std::byte>& bytes, const void* data, std::size_t count) {
-  const auto* first = static_cast<const std::byte*>(data);
-  bytes.insert(bytes.end(), first, first + count);
-}
-
-void append_counted(std::vector<std::byte>& bytes, const void* data, std::size_t count) {
-  const auto length = static_cast<std::uint32_t>(count);
-  append(bytes, &length, sizeof length);
-  append(bytes, data, count);
-}
-
-void append_texts(std::vector<std::byte>& bytes, const std::vector<std::string>& texts,
-                  std::size_t most) {
-  const auto count = static_cast<std::uint32_t>(std::min(texts.size(), most));
-  append(bytes, &count, sizeof count);
-  for (std::uint32_t i = 0; i < count; ++i) {
-    append_counted(bytes, texts[i].data(), std::min(texts[i].size(), kMaxText));
-  }
-}
-
-/// Reads from the front; `ok` turns false at what cannot be.
-struct Reader {
-  std::span<const std::byte> left;
-  bool ok = true;
-
-  void read(void* to, std::size_t count) {
-    if (!ok || left.size() < count) {
-      ok = false;
-      return;
-    }
-    std::memcpy(to, left.data(), count);
-    left = left.subspan(count);
-  }
-  std::span<const std::byte> counted(std::size_t most) {
-    std::uint32_t length = 0;
-    read(&length, sizeof length);
-    ok = ok && length <= most && length <= left.size();
-    if (!ok) return {};
-    const auto taken = left.first(length);
-    left = left.subspan(length);
-    return taken;
-  }
-  std::string text(std::size_t most) {
-    const auto taken = counted(most);
-    return {reinterpret_cast<const char*>(taken.data()), taken.size()};
-  }
-  std::uint32_t count(std::uint32_t most) {
-    std::uint32_t number = 0;
-    read(&number, sizeof number);
-    ok = ok && number <= most;
-    return ok ? number : 0;
-  }
-  std::vector<std::string> texts(std::uint32_t most) {
-    std::vector<std::string> all;
-    const std::uint32_t number = count(most);
-    for (std::uint32_t i = 0; ok && i < number; ++i) all.push_back(text(kMaxText));
-    return all;
-  }
-};
-
-[[noreturn]] void throw_unreadable(std::size_t bytes, int rank, int peer) {
-  throw Error(ErrorKind::mismatch,
-              "rank " + std::to_string(rank) + ": what rank " + std::to_string(peer) +
-                  " says about its network (" + std::to_string(bytes) +
-                  " bytes) cannot be read; use the same version of Ferry, built with libfabric, on "
-                  "all ranks, and give all the same fabric",
-              {.rank = rank, .peer = peer});
-}
 
 std::string rank_text(std::size_t rank) {
   return "rank " + std::to_string(rank);
@@ -262,64 +187,6 @@ void check_joined(const Handshake& mine, int rank, const Handshake& theirs, int 
                   printable(theirs.address, kMostOfHandshakeShown) +
                   "; give all the same FERRY_OFI_* settings",
               {.rank = rank, .peer = peer});
-}
-
-std::vector<std::byte> to_bytes(const Invitation& invitation) {
-  std::vector<std::byte> bytes;
-  append(bytes, &kInvitationMagic, sizeof kInvitationMagic);
-  append(bytes, &invitation.key, sizeof invitation.key);
-  const auto local = static_cast<std::uint32_t>(invitation.local);
-  append(bytes, &local, sizeof local);
-  append_counted(bytes, invitation.address.data(), std::min(invitation.address.size(), kMaxText));
-  return bytes;
-}
-
-Invitation invitation_from(std::span<const std::byte> bytes, int rank) {
-  Reader reader{bytes};
-  std::uint64_t magic = 0;
-  std::uint32_t local = 0;
-  Invitation invitation;
-  reader.read(&magic, sizeof magic);
-  reader.read(&invitation.key, sizeof invitation.key);
-  reader.read(&local, sizeof local);
-  invitation.address = reader.text(kMaxText);
-  reader.ok = reader.ok && magic == kInvitationMagic && local > 0 && local < kMostLocal;
-  if (!reader.ok || !reader.left.empty()) throw_unreadable(bytes.size(), rank, rank);
-  invitation.local = static_cast<int>(local);
-  return invitation;
-}
-
-std::vector<std::byte> to_bytes(const Card& card) {
-  std::vector<std::byte> bytes;
-  const auto handshake = to_bytes(card.handshake);
-  append_counted(bytes, handshake.data(), handshake.size());
-  const auto segments = static_cast<std::uint32_t>(card.segments.size());
-  append(bytes, &segments, sizeof segments);
-  for (const Card::Segment& segment : card.segments) {
-    append(bytes, &segment.id, sizeof segment.id);
-    append(bytes, &segment.bytes, sizeof segment.bytes);
-    append_counted(bytes, segment.handle.data(), segment.handle.size());
-  }
-  return bytes;
-}
-
-Card card_from(std::span<const std::byte> bytes, int rank, int peer) {
-  Reader reader{bytes};
-  Card card;
-  const auto handshake = reader.counted(kMostHandshakeBytes);
-  if (!reader.ok) throw_unreadable(bytes.size(), rank, peer);
-  card.handshake = handshake_from(handshake, rank, peer);
-  const std::uint32_t segments = reader.count(kMaxSegments);
-  for (std::uint32_t i = 0; reader.ok && i < segments; ++i) {
-    Card::Segment segment;
-    reader.read(&segment.id, sizeof segment.id);
-    reader.read(&segment.bytes, sizeof segment.bytes);
-    const auto handle = reader.counted(kMaxHandleBytes);
-    segment.handle.assign(handle.begin(), handle.end());
-    card.segments.push_back(std::move(segment));
-  }
-  if (!reader.ok || !reader.left.empty()) throw_unreadable(bytes.size(), rank, peer);
-  return card;
 }
 
 }  // namespace ferry::fabric::ofi

@@ -30,7 +30,8 @@ enum class MessageKind : std::uint32_t {
   cancel = 7,    ///< of a stream that no signal will count: so many pieces
   fence = 8,     ///< the source has written `pieces` in all, and no more before epoch `value` ends
   fenced = 9,    ///< the answer, when they are all here
-  link_notice = 10,  ///< the source has linked the target, in epoch `value`; its bytes are its card
+  link_message =
+      10,  ///< the source has linked the target, in epoch `value`; its bytes are its card
 };
 
 /// The head of every message; `payload` bytes follow.

@@ -5,11 +5,6 @@
 #include "fabric/ofi/ofi.hpp"
 
 namespace ferry::fabric {
-
-bool ofi_is_built() noexcept {
-  return false;
-}
-
 namespace {
 
 [[noreturn]] void throw_not_built(int rank) {
@@ -22,6 +17,10 @@ namespace {
 }
 
 }  // namespace
+
+bool ofi_is_built() noexcept {
+  return false;
+}
 
 std::unique_ptr<Fabric> make_ofi_fabric(Bootstrap& bootstrap, const OfiOptions& /*options*/,
                                         std::chrono::nanoseconds deadline, const OnWait& on_wait,

@@ -112,8 +112,8 @@ class OfiFabric final : public Fabric {
   }
   void link(int peer, std::span<const std::byte> card, std::uint64_t epoch,
             const std::array<std::uint64_t, 2>& words) override;
-  std::optional<LinkNotice> link_notice(int peer, std::uint64_t epoch) override {
-    return sets_[0]->link_notice(peer, epoch);
+  std::optional<LinkMessage> link_message(int peer, std::uint64_t epoch) override {
+    return sets_[0]->link_message(peer, epoch);
   }
   NetworkStats network_use() const noexcept override {
     return {put_bytes_.load(std::memory_order_relaxed), puts_.load(std::memory_order_relaxed),
@@ -209,7 +209,7 @@ void OfiFabric::link(int peer, std::span<const std::byte> card, std::uint64_t ep
                      const std::array<std::uint64_t, 2>& words) {
   const ofi::Card theirs = ofi::card_from(card, rank_, peer);
   ofi::check_joined(own_handshake_, rank_, theirs.handshake, peer);
-  const LinkNotice mine{words, this->card()};
+  const LinkMessage mine{words, this->card()};
   if (mine.card.size() > ofi::kMaxPayload) {
     throw Error(ErrorKind::exhausted,
                 "rank " + std::to_string(rank_) + ": its card of " +
@@ -225,7 +225,7 @@ void OfiFabric::link(int peer, std::span<const std::byte> card, std::uint64_t ep
   for (const ofi::Card::Segment& segment : theirs.segments) {
     attach(peer, segment.id, segment.bytes, segment.handle);
   }
-  sets_[0]->notify_linked(peer, epoch, mine);
+  sets_[0]->send_link_message(peer, epoch, mine);
 }
 
 std::byte* OfiFabric::pointer(int peer, SegmentId segment) const noexcept {

@@ -28,13 +28,13 @@ std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, const Domains& dom
                                         std::chrono::nanoseconds deadline,
                                         const OnWait& on_wait = {});
 
-/// Of a process that takes a lost rank's place: not collective. Waits for a rank that is found
-/// under `name` (lobby.hpp); no peer is attached yet, and all count as ended: `seat` and `vacate`
-/// follow. Throws Error(deadline) where there is none.
 struct Met {
   std::unique_ptr<Fabric> fabric{};
   Visitor there{};  ///< a rank that was found; without its memory
 };
+/// Of a process that takes a lost rank's place: not collective. Waits for a rank that is found
+/// under `name` (lobby.hpp); no peer is attached yet, and all count as ended: `seat` and `vacate`
+/// follow. Throws Error(deadline) where there is none.
 Met join_shm_fabric(int rank, int size, const std::string& name, std::chrono::nanoseconds deadline,
                     const OnWait& on_wait);
 
