@@ -6,11 +6,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <memory>
 #include <string>
 #include <thread>
 
@@ -200,8 +200,10 @@ TEST(ProcessWatch, EndsBeforeItIsDead) {
     int filled[2];
     ASSERT_EQ(pipe(filled), 0);
     const OwnChild child([&] {
-      std::memset(std::malloc(kBytes), 1, kBytes);
+      const std::unique_ptr<volatile char[]> pages(new char[kBytes]);  // volatile: written for real
+      for (std::size_t at = 0; at < kBytes; at += 4096) pages[at] = 1;
       (void)!write(filled[1], "", 1);
+      for (;;) pause();
     });
     ProcessWatch watch(child.name);
     char byte = 0;
