@@ -43,6 +43,8 @@ class ExpertPlacement {
 
   /// [slots]: the experts that the rank holds, −1: none.
   std::vector<std::int32_t> held_by(int rank) const;
+  /// Of the table, never 0: for PlanOptions::placement_digest.
+  std::uint64_t digest() const;
   /// What Group::plan takes for routes to experts: topk_idx, i64 or i32 [T, K], with the place of a
   /// copy for each expert, i64 [T, K]. Tokens spread over copies by a hash of `rank`, whose tokens
   /// they are, and their number.

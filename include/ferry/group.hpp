@@ -116,6 +116,9 @@ enum class ScaleFormat : std::uint8_t {
 
 struct PlanOptions {
   Stream* stream = nullptr;  ///< null: returns when the counts are known
+  /// Of what gives the routes their meaning, as ExpertPlacement::digest: ranks that give different
+  /// ones throw Error(mismatch), all of them, and the group goes on. It costs nothing.
+  std::uint64_t placement_digest = 0;
 };
 
 struct DispatchOptions {

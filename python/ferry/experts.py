@@ -58,6 +58,11 @@ class ExpertPlacement:
             integer("balance: copies", copies, 1, INT32_MAX),
         )
 
+    @property
+    def digest(self) -> int:
+        """A number that tells placements apart, for `Group.plan(..., placement_digest=)`."""
+        return self._raw.digest
+
     def held_by(self, rank: int) -> list[int]:
         """The experts that the rank holds, [slots]; -1: none."""
         return self._raw.held_by(integer("held_by: rank", rank, 0, self.ranks - 1))

@@ -251,16 +251,22 @@ class Group:
         return self._raw.destroyed
 
     @ranged("ferry.plan")
-    def plan(self, topk_idx: Any, *, stream: Any = None) -> _ferry.Plan:
+    def plan(self, topk_idx: Any, *, stream: Any = None, placement_digest: int = 0) -> _ferry.Plan:
         """Collective. Counts and swaps: where every row goes and what arrives.
 
         topk_idx: i64 or i32 [T, K], values -1 (unused) or 0 to E-1. T may differ between ranks and
         be 0, K may not differ; 1 <= K <= 64. Without a stream on the host engine: returns when the
         counts are known.
+
+        placement_digest: `ExpertPlacement.digest` where `places` made the routes. Ranks that give
+        different ones raise MismatchError, all of them, and the group goes on.
         """
+        digest = integer("plan: placement_digest", placement_digest, 0, 2**64 - 1)
         place = self._streams.place("plan", stream, topk_idx)
         raw = self._raw.plan(
-            view("plan: topk_idx", topk_idx, expected=ROUTE_DTYPES, place=place)[0], place.stream
+            view("plan: topk_idx", topk_idx, expected=ROUTE_DTYPES, place=place)[0],
+            place.stream,
+            digest,
         )
         if place.finish:
             raw.recv_rows()

@@ -74,7 +74,12 @@ def group_of(name: str, handle: int) -> Group:
 
 
 def _plan(topk_idx: Tensor, group: int) -> Tensor:
-    return plan_tensor(group_of("ferry::plan: group", group).plan(topk_idx))
+    call = "ferry::plan: group"
+    # First: whether an ExpertParallel may run.
+    found, owner = group_of(call, group), find(call, group, "group", "")
+    placement = getattr(owner, "placement", None)
+    digest = 0 if placement is None else placement.digest
+    return plan_tensor(found.plan(topk_idx, placement_digest=digest))
 
 
 def _plan_fake(topk_idx: Tensor, group: int) -> Tensor:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from ferry._ferry import Plan
 from ferry.arguments import instance, refuse
 from ferry.experts import ExpertPlacement
 from ferry.group import Group
 
 MOST_COPIES = 64  # slots of a route
 _ROW = 4096  # f32 of a message
+_SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def checked(placement: ExpertPlacement, group: Group) -> ExpertPlacement:
@@ -57,11 +58,15 @@ def sum_copies(group: Group, placement: ExpertPlacement, experts: nn.Module) -> 
     for i, slot in enumerate(busy):
         places = copies[mine[slot]]
         routes[i, : len(places)] = torch.tensor(places)
-    plans: dict[int, Plan] = {}  # by rows of a copy
+    # Before anything is refused, so that ranks which differ all learn of it. By rows of a copy.
+    plans = {1: group.plan(routes, placement_digest=_digest(placement, experts))}
     for name, parameter in experts.named_parameters():
         _check(f"sum_copies: {name}", parameter, placement.slots)
         if not parameter.requires_grad:
             continue
+        if parameter.dtype not in _SUMMED:
+            expected = "torch.float32, bfloat16 or float16: sums are made in fp32"
+            refuse(f"sum_copies: {name}", str(parameter.dtype), expected)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         width = parameter[0].numel()
@@ -80,6 +85,15 @@ def sum_copies(group: Group, placement: ExpertPlacement, experts: nn.Module) -> 
             for part in parts[1:]:
                 total += part
             parameter.grad[slot] = total[:width].view(parameter.shape[1:])
+
+
+def _digest(placement: ExpertPlacement, experts: nn.Module) -> int:
+    """Of what all ranks must have alike to add up gradients."""
+    said = [str(placement.digest)]
+    for name, each in experts.named_parameters():
+        said.append(f"{name} {tuple(each.shape)} {each.dtype} {each.requires_grad}")
+    text = "\n".join(said).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def _check(name: str, tensor: Tensor, slots: int) -> None:

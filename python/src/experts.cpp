@@ -19,6 +19,7 @@ void bind_experts(nb::module_& m) {
           [](ExpertPlacement& p, const std::vector<int>& ranks, const std::vector<double>& load,
              int copies) { p.balance(ranks, load, copies); },
           nb::arg("ranks"), nb::arg("load"), nb::arg("copies"))
+      .def_prop_ro("digest", &ExpertPlacement::digest)
       .def("held_by", &ExpertPlacement::held_by, nb::arg("rank"))
       .def(
           "places",

@@ -52,8 +52,9 @@ void make_group(HeldGroup* self, const HeldBootstrap& bootstrap, std::int64_t ex
   new (self) HeldGroup(without_gil([&] { return Group(std::move(meeting), std::move(config)); }));
 }
 
-HeldPlan plan(const HeldGroup& group, const View& topk_idx, PythonStream* stream) {
-  const PlanOptions options{stream_or_null(stream)};
+HeldPlan plan(const HeldGroup& group, const View& topk_idx, PythonStream* stream,
+              std::uint64_t placement_digest) {
+  const PlanOptions options{stream_or_null(stream), placement_digest};
   const KeepUntilDone keep(stream, {&topk_idx});
   return HeldPlan(without_gil([&] { return group->plan(topk_idx.read(), options); }));
 }
@@ -236,7 +237,9 @@ void bind_tuning(nb::module_& m) {
 }
 
 void bind_exchanges(nb::class_<HeldGroup>& group) {
-  group.def("plan", &plan, nb::arg("topk_idx"), nb::arg("stream").none())
+  group
+      .def("plan", &plan, nb::arg("topk_idx"), nb::arg("stream").none(),
+           nb::arg("placement_digest"))
       .def("dispatch", &dispatch, nb::arg("x"), nb::arg("plan").none(), nb::arg("topk_idx").none(),
            nb::arg("topk_weights").none(), nb::arg("scales").none(), nb::arg("format"),
            nb::arg("scale_format"), nb::arg("order"), nb::arg("alignment"), nb::arg("row_weights"),

@@ -13,6 +13,7 @@ from compiled_bodies import TRACES_ANY_BACKWARD
 from gpus import needs_gpu
 from rank_processes import RankProcesses
 from rank_threads import run_ranks, run_threads
+from torch import nn
 
 import ferry
 import ferry.torch as ft
@@ -70,6 +71,42 @@ def test_placements_that_do_not_fit() -> None:
         assert copy.deepcopy(layer).placement is good
         with pytest.raises(ferry.InvalidArgumentError, match="entry for each slot"):
             layer.held(torch.zeros(3, 8))
+
+
+@pytest.mark.parametrize("differs", ["placement", "parameters", "frozen"])
+def test_ranks_that_differ_learn_of_it(differs: str) -> None:
+    """All of them, before a wrong value; then the group goes on."""
+    config = bodies.CONFIG | {"experts": 2 * bodies.SLOTS, "deadline": 20}
+    bootstraps = ferry.threads(2)
+
+    def rank(number: int) -> None:
+        with ferry.Group(bootstraps[number], **config) as group:
+            layer = bodies.placed_layer(group, [0, 1])
+            assert layer.placement is not None
+            assert bodies.placed_step(layer, [0, 1])
+            if differs == "placement":
+                load = [1.0 + e * number for e in range(layer.placement.experts)]
+                layer.placement.balance([0, 1], load, copies=1)
+                for call in (layer, lambda *_: layer.sum_copies()):
+                    with pytest.raises(ferry.MismatchError, match="placement"):
+                        call(*bodies.inputs(number, torch.float32))
+                layer.placement.balance([0, 1])
+            else:
+                more = nn.Parameter(torch.zeros(bodies.SLOTS, 4 + number))
+                if differs == "frozen":
+                    more = nn.Parameter(torch.zeros(bodies.SLOTS, 4), requires_grad=number == 0)
+                layer.experts.more = more
+                with pytest.raises(ferry.MismatchError, match="parameters"):
+                    layer.sum_copies()
+                del layer.experts.more
+            bodies.fill(layer)
+            assert bodies.placed_step(layer, [0, 1])
+            layer.experts.more = nn.Parameter(torch.zeros(bodies.SLOTS, 4, dtype=torch.float64))
+            with pytest.raises(ferry.InvalidArgumentError, match="fp32"):
+                layer.sum_copies()
+            group.barrier()
+
+    run_threads(2, rank)
 
 
 @pytest.fixture(scope="module")

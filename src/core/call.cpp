@@ -94,6 +94,13 @@ void compare(FirstDifference& first, const ExchangeTerms& theirs, const Exchange
       .of("the KiB of a chunk", theirs.chunk_kib, mine.chunk_kib, kNumber);
 }
 
+void compare(FirstDifference& first, const PlanTerms& theirs, const PlanTerms& mine) {
+  first
+      .of("placement_digest, of a placement of experts or of their parameters,",
+          theirs.placement_digest, mine.placement_digest, kNumber)
+      .of("topk", theirs.topk, mine.topk, kNumber);
+}
+
 void compare(FirstDifference& first, const LatencyTerms& theirs, const LatencyTerms& mine) {
   first.of("topk", theirs.topk, mine.topk, kNumber)
       .of("capacity", theirs.capacity, mine.capacity, kNumber)
@@ -146,6 +153,8 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
     compare(first, theirs.collective, mine.collective);
   } else if (mine.kind == CallKind::latency) {
     compare(first, theirs.latency, mine.latency);
+  } else if (mine.kind == CallKind::plan) {
+    compare(first, theirs.plan, mine.plan);
   } else {
     compare(first, theirs.exchange, mine.exchange);
   }

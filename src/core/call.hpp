@@ -47,8 +47,8 @@ CallWord unpack_call(std::uint64_t word);
 /// "latency dispatch of exchange 2", "no call of this group".
 std::string to_string(const CallWord& word);
 
-/// What a call says beside its kind, dtype and elements: of plan, dispatch and combine. These three
-/// are trivial types, members of a union.
+/// What a call says beside its kind, dtype and elements: of dispatch and combine. These are trivial
+/// types, members of a union.
 struct ExchangeTerms {
   std::int64_t scale_columns;
   std::uint32_t topk;
@@ -58,6 +58,14 @@ struct ExchangeTerms {
   std::uint16_t has_weights;
   std::uint16_t chunk_kib;    ///< of what crosses between domains, where a tuner chose it; 0: not
   std::uint64_t plan_number;  ///< which plan of the group, by the order of making
+};
+
+/// Of a plan.
+struct PlanTerms {
+  std::uint64_t placement_digest;
+  std::uint32_t topk;
+  std::uint32_t reserved;
+  std::uint64_t reserved_too[2];
 };
 
 /// Of the making of a latency exchange.
@@ -111,6 +119,7 @@ struct CallSignature {
   std::int64_t elements = 0;  ///< of a token, or of a collective's tensor
   union {                     ///< by `kind`; all of one size
     ExchangeTerms exchange{};
+    PlanTerms plan;
     LatencyTerms latency;
     CollectiveTerms collective;
     RowTableTerms rows;
@@ -118,10 +127,10 @@ struct CallSignature {
     VaultTerms vault;
   };
 };
-static_assert(sizeof(ExchangeTerms) == 32 && sizeof(LatencyTerms) == 32 &&
-              sizeof(CollectiveTerms) == 32 && sizeof(CommitTerms) == 32 &&
-              sizeof(RowTableTerms) == 32 && sizeof(VaultTerms) == 32 &&
-              sizeof(CallSignature) == 48);
+static_assert(sizeof(ExchangeTerms) == 32 && sizeof(PlanTerms) == 32 &&
+              sizeof(LatencyTerms) == 32 && sizeof(CollectiveTerms) == 32 &&
+              sizeof(CommitTerms) == 32 && sizeof(RowTableTerms) == 32 &&
+              sizeof(VaultTerms) == 32 && sizeof(CallSignature) == 48);
 
 /// "hidden is 128 on rank 2 but 256 here", for the first field that differs; empty when none does.
 std::string difference(const CallSignature& theirs, int their_rank, const CallSignature& mine);

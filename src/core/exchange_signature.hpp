@@ -9,6 +9,14 @@
 
 namespace ferry {
 
+inline CallSignature plan_signature(int topk, std::uint64_t placement_digest) {
+  CallSignature call;
+  call.kind = CallKind::plan;
+  call.plan.topk = static_cast<std::uint32_t>(topk);
+  call.plan.placement_digest = placement_digest;
+  return call;
+}
+
 /// But for the crossing. `topk` and `plan`: of the plan, and its number.
 inline CallSignature dispatch_signature(const WireRow& row, int topk,
                                         const DispatchOptions& options, bool carries_routes,

@@ -9,6 +9,7 @@
 #include "core/check.hpp"
 #include "core/crossing_plan.hpp"
 #include "core/exchange_plan.hpp"
+#include "core/exchange_signature.hpp"
 #include "core/pair_counts.hpp"
 #include "engine/growth.hpp"
 
@@ -106,10 +107,10 @@ void take_counts(Channel& channel, const GroupConfig& config, const Placement& p
 }
 
 void swap_counts(Channel& channel, const GroupConfig& config, const Placement& placement,
-                 const Domains& domains, RouteCounts own, PlanState& state) {
+                 const Domains& domains, RouteCounts own, std::uint64_t placement_digest,
+                 PlanState& state) {
   StepMessage head;
-  head.call.kind = CallKind::plan;
-  head.call.exchange.topk = static_cast<std::uint32_t>(own.topk);
+  head.call = plan_signature(own.topk, placement_digest);
   head.rows = own.tokens;
   if (placement.ranks > kMatrixRanks) {
     PairCounts counts(std::move(own), placement, domains, channel.rank());

@@ -22,7 +22,8 @@ void take_counts(Channel& channel, const GroupConfig& config, const Placement& p
 /// All of it: swaps in one step, or, in groups of more than kMatrixRanks, in those of
 /// core/pair_counts.hpp.
 void swap_counts(Channel& channel, const GroupConfig& config, const Placement& placement,
-                 const Domains& domains, RouteCounts own, PlanState& state);
+                 const Domains& domains, RouteCounts own, std::uint64_t placement_digest,
+                 PlanState& state);
 /// Of the largest message of `swap_counts`.
 std::size_t counts_bytes(const Placement& placement, const Domains& domains);
 

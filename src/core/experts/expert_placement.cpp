@@ -81,6 +81,19 @@ void ExpertPlacement::balance(std::span<const int> ranks, std::span<const double
   *table_ = ferry::balance(request);
 }
 
+std::uint64_t ExpertPlacement::digest() const {
+  // FNV-1a, 64 bits, of numbers instead of bytes (http://www.isthe.com/chongo/tech/comp/fnv/).
+  std::uint64_t hash = 0xcbf29ce484222325;
+  const auto add = [&](std::int64_t number) {
+    hash = (hash ^ static_cast<std::uint64_t>(number)) * 0x100000001b3;
+  };
+  add(experts());
+  add(table_->slots());
+  for (int place = 0; place < table_->seats() * table_->slots(); ++place) {
+    add(table_->expert_at(place));
+  }
+  return hash == 0 ? 1 : hash;
+}
 std::vector<std::int32_t> ExpertPlacement::held_by(int rank) const {
   check_rank("held_by", rank, table_->seats());
   std::vector<std::int32_t> held;

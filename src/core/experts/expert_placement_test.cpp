@@ -54,6 +54,21 @@ TEST(ExpertPlacement, ExpertsOfALostRankAreTakenInAndTheOthersStay) {
   }
 }
 
+TEST(ExpertPlacement, DigestsTellPlacementsApart) {
+  ExpertPlacement placement(6, 4, 3), same(6, 4, 3);
+  std::set<std::uint64_t> digests{placement.digest(), ExpertPlacement(5, 4, 3).digest(),
+                                  ExpertPlacement(6, 3, 4).digest()};
+  for (int lost = 0; lost < 4; ++lost) {
+    std::vector<int> ranks{0, 1, 2, 3};
+    ranks.erase(ranks.begin() + lost);
+    placement.balance(ranks);
+    same.balance(ranks);
+    EXPECT_EQ(placement.digest(), same.digest());
+    digests.insert(placement.digest());
+  }
+  EXPECT_EQ(digests.size(), 7u);
+}
+
 TEST(ExpertPlacement, RefusesWhatCannotBe) {
   expect_error(ErrorKind::invalid_argument, {"slots", "6 on live seats", "at least 7"},
                [] { ExpertPlacement(7, 3, 2); });

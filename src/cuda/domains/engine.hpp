@@ -153,7 +153,8 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   // plan.cpp
   std::vector<std::int32_t> read_routes(DomainCall& call, const ConstTensorView& topk_idx,
                                         std::optional<Error>& invalid);
-  void swap_counts(DomainPlan& state, RouteCounts own, const std::optional<Error>& invalid);
+  void swap_counts(DomainPlan& state, RouteCounts own, std::uint64_t placement_digest,
+                   const std::optional<Error>& invalid);
   CrossingTables& tables(DomainCall& call, const std::shared_ptr<DomainPlan>& state, Crossing how);
   std::vector<CrossedRoutes> swap_routes(DomainPlan& state, const CrossingLists& lists,
                                          std::vector<std::int32_t>& come);

@@ -10,6 +10,7 @@
 
 #include "base/text.hpp"
 #include "core/check.hpp"
+#include "core/exchange_signature.hpp"
 #include "core/packed_routes.hpp"
 #include "cuda/domains/engine.hpp"
 #include "cuda/runtime/event.hpp"
@@ -104,14 +105,13 @@ void DomainEngine::to_gpu(DomainCall& call, void* to, const void* from, std::siz
 }
 
 /// On the proxy's thread.
-void DomainEngine::swap_counts(DomainPlan& state, RouteCounts own,
+void DomainEngine::swap_counts(DomainPlan& state, RouteCounts own, std::uint64_t placement_digest,
                                const std::optional<Error>& invalid) {
   constexpr const char* kStage = "plan: counts";
   const auto counts = engine::counts_message(own, placement_, parts_.domains, rank());
   std::vector<std::byte> body(counts.size() * sizeof(std::int32_t));
   StepMessage head;
-  head.call.kind = CallKind::plan;
-  head.call.exchange.topk = static_cast<std::uint32_t>(state.topk);
+  head.call = plan_signature(state.topk, placement_digest);
   if (invalid) {
     const std::string words = printable(invalid->what(), std::min(kMostWords, body.size()));
     head.status = StepStatus::invalid;
@@ -151,9 +151,9 @@ Plan DomainEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& opti
   std::vector<std::int32_t> ids = read_routes(call, topk_idx, invalid);
   if (invalid) ids.assign(index(state->tokens * state->topk), -1);
   proxy_->run(
-      [this, state, invalid, ids = std::move(ids)]() mutable {
+      [this, state, invalid, ids = std::move(ids), digest = options.placement_digest]() mutable {
         swap_counts(*state, count_routes(std::move(ids), state->tokens, state->topk, placement_),
-                    invalid);
+                    digest, invalid);
       },
       config_.on_wait);
   state->number = ++plans_;  // only now: a plan that failed, failed on all ranks

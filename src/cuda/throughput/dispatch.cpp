@@ -520,7 +520,7 @@ Received plan_and_dispatch(CudaEngine& engine, const ConstTensorView& x,
   std::shared_ptr<CudaPlan> state;
   try {
     planning.record()->routes_of = kDispatch;
-    state = prepare_plan(engine, planning, topk_idx, parameters);
+    state = prepare_plan(engine, planning, topk_idx, 0, parameters);
     Received received =
         run({engine, launch, x, state, options, [&] { enter_plan(planning, state, parameters); }});
     received.plan = Access::plan(state);

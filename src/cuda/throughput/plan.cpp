@@ -3,6 +3,7 @@
 #include <atomic>
 
 #include "core/check.hpp"
+#include "core/exchange_signature.hpp"
 #include "core/layout.hpp"
 #include "cuda/kernels/base/barrier.hpp"
 #include "cuda/throughput/call_event.hpp"
@@ -125,11 +126,10 @@ std::shared_ptr<CudaPlan> plan_without_memory(CudaEngine& engine, Launch& launch
 
 std::shared_ptr<CudaPlan> prepare_plan(CudaEngine& engine, Launch& launch,
                                        const ConstTensorView& topk_idx,
-                                       PlanParameters& parameters) {
+                                       std::uint64_t placement_digest, PlanParameters& parameters) {
   auto state = new_plan(engine, launch, topk_idx);
   GpuMemory& gpu = engine.gpu();
-  parameters.call.kind = CallKind::plan;
-  parameters.call.exchange.topk = static_cast<std::uint32_t>(state->topk);
+  parameters.call = plan_signature(state->topk, placement_digest);
   const std::size_t bytes = state->routes_state + sizeof(std::uint64_t);
   const std::size_t scratch = plan_scratch_bytes(engine.config().experts);
   try {
@@ -184,7 +184,7 @@ Plan plan_routes(CudaEngine& engine, const ConstTensorView& topk_idx, const Plan
   PlanParameters parameters;
   std::shared_ptr<CudaPlan> state;
   try {
-    state = prepare_plan(engine, launch, topk_idx, parameters);
+    state = prepare_plan(engine, launch, topk_idx, options.placement_digest, parameters);
   } catch (const Error&) {
     const bool known = launch.record()->refused();
     if (!known || launch.blocking() || launch.capture().active) throw;

@@ -83,7 +83,8 @@ std::shared_ptr<CudaPlan> plan_of(CudaEngine& engine, const Plan& plan, const ch
 Plan plan_routes(CudaEngine& engine, const ConstTensorView& topk_idx, const PlanOptions& options);
 /// All of a plan but its call.
 std::shared_ptr<CudaPlan> prepare_plan(CudaEngine& engine, Launch& launch,
-                                       const ConstTensorView& topk_idx, PlanParameters& parameters);
+                                       const ConstTensorView& topk_idx,
+                                       std::uint64_t placement_digest, PlanParameters& parameters);
 void enter_plan(Launch& launch, const std::shared_ptr<CudaPlan>& plan,
                 const PlanParameters& parameters);
 

@@ -38,7 +38,9 @@ TEST(Window, EveryRankReadsByItself) {
       for (int round = 0; round < 2; ++round) {
         auto* own = window.rows().as<std::int32_t>();
         for (std::int64_t i = 0; i < rows_of(all.rank()) * kColumns; ++i) {
-          if (round == 0) EXPECT_EQ(own[i], 0);
+          if (round == 0) {
+            EXPECT_EQ(own[i], 0);
+          }
           own[i] = value(all.rank(), i / kColumns, i % kColumns, round);
         }
         all.barrier();

@@ -439,7 +439,7 @@ Received plan_and_dispatch(HostEngine& engine, const ConstTensorView& x,
   HostEngine::Call call(engine, kDispatch);
   check_routes(kDispatch, topk_idx);
   check_dispatch(x, topk_idx.shape[0], static_cast<int>(topk_idx.shape[1]), options);
-  const Plan made = engine.enter_plan(topk_idx, options.stream, nullptr);
+  const Plan made = engine.enter_plan(topk_idx, {options.stream}, nullptr);
   // From here on the peers count the plan, and wait for this rank in the dispatch.
   auto job = std::make_shared<DispatchJob>(DispatchCall{engine, Access::state(made), x, options});
   bool counted = false, room = false;

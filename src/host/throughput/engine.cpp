@@ -110,10 +110,11 @@ void HostEngine::barrier() {
 Plan HostEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
   Call call(*this, "plan");
   check_stream("plan", options.stream);
-  return enter_plan(topk_idx, options.stream, &call);
+  return enter_plan(topk_idx, options, &call);
 }
 
-Plan HostEngine::enter_plan(const ConstTensorView& topk_idx, Stream* stream, Call* inside) {
+Plan HostEngine::enter_plan(const ConstTensorView& topk_idx, const PlanOptions& options,
+                            Call* inside) {
   std::vector<std::int32_t> routes = checked_routes("plan", topk_idx, config_.experts);
   check_alive(routes, topk_idx.shape[1]);
   auto state = std::make_shared<PlanState>();
@@ -123,10 +124,11 @@ Plan HostEngine::enter_plan(const ConstTensorView& topk_idx, Stream* stream, Cal
   state->topk = static_cast<int>(topk_idx.shape[1]);
   state->on_wait = config_.on_wait;
   state->ready = enter(
-      "plan", stream,
-      [this, state, ids = std::move(routes)]() mutable {
+      "plan", options.stream,
+      [this, state, ids = std::move(routes), digest = options.placement_digest]() mutable {
         RouteCounts own = count_routes(std::move(ids), state->tokens, state->topk, placement_);
-        engine::swap_counts(channel_, config_, placement_, topology_, std::move(own), *state);
+        engine::swap_counts(channel_, config_, placement_, topology_, std::move(own), digest,
+                            *state);
         state->number = ++plans_;  // only now: a plan that failed, failed on all ranks
       },
       inside);

@@ -144,7 +144,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   Event enter(const char* call, Stream* stream, std::function<void()> work, Call* inside = nullptr,
               const std::function<void()>& entered = {}, Asks asks = Asks::no_failure);
   /// `inside`: the call that ends with it; null: the same thread makes another call right after.
-  Plan enter_plan(const ConstTensorView& topk_idx, Stream* stream, Call* inside);
+  Plan enter_plan(const ConstTensorView& topk_idx, const PlanOptions& options, Call* inside);
   /// Waits for work that uses the caller's memory: returns or throws when it has ended, and not
   /// before. Ctrl-C fails the group, which ends the work soon.
   void finish(const char* call, const Event& event);

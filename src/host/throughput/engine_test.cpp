@@ -187,6 +187,9 @@ TEST(HostEngine, AFailedPlanIsRefusedAndTheGroupGoesOn) {
       if (group.rank() == 0) group.barrier();
       group.plan(batch.ids());
     });
+    const std::uint64_t digest = 7 + static_cast<std::uint64_t>(group.rank());
+    expect_error(ErrorKind::mismatch, {"placement_digest", "7", "8"},
+                 [&] { group.plan(batch.ids(), {.placement_digest = digest}); });
     const Plan plan = group.plan(batch.ids());
     EXPECT_TRUE(same_rows(group.combine(group.dispatch(batch.x(), plan).x, plan).x, batch));
   });
