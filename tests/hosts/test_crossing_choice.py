@@ -51,7 +51,8 @@ def runs() -> list[tuple[dict[str, Any], dict[str, Any], int]]:
 
 def name_of(one: tuple[dict[str, Any], dict[str, Any], int]) -> str:
     run, case, _ = one
-    return f"{run['hosts']}x{run['ranks']}-{run['mbit']}-{case['topk']}"
+    slow = f"-slow{run['slow']}" if run.get("slow", -1) >= 0 else ""
+    return f"{run['hosts']}x{run['ranks']}-{run['mbit']:.0f}-{case['topk']}{slow}"
 
 
 def cases() -> list[Any]:

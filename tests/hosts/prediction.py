@@ -1,0 +1,192 @@
+"""What `ferry simulate` says of exchanges between hosts, beside what they take, as root. No test.
+
+    prediction.py FERRY [--shapes HOSTSxRANKS ...] [--mbit N] [--slow HOST ...] [--topk N ...]
+                  [--json FILE]
+
+Every host is a domain, a network namespace. What it sends, and what it gets, is limited to --mbit
+each, of host --slow to a quarter; -1: of none. `FERRY doctor --net` measures the links: the rate
+and the latency between hosts go to a cluster file, slower hosts to `--slow-nic`. Then both
+crossings run with recorded routes, and `FERRY simulate` gets the routes. Times are medians of the
+slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hosts import Hosts
+from job import lines_of, until_end
+from speed import EACH, routes_of
+
+import ferry
+
+Result = dict[str, Any]
+MEMORY = 8e9  # bytes a second that ranks of a host write to each other; the network is far slower
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("ferry", help="the command")
+    parser.add_argument("--shapes", nargs="+", default=["4x1", "2x4", "4x2"])
+    parser.add_argument("--mbit", type=float, default=1000, help="of a host, each way")
+    parser.add_argument("--slow", type=int, nargs="+", default=[-1, 1], help="host, -1: none")
+    parser.add_argument("--topk", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--tokens", type=int, default=512, help="of a rank")
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--routes", type=Path, help=argparse.SUPPRESS)  # of a rank
+    parser.set_defaults(what="crossings", limit=0)  # of routes_of
+    return parser.parse_args()
+
+
+def measure(given: argparse.Namespace) -> None:
+    """A rank: prints a line of JSON for each number of experts and each crossing."""
+    import torch
+
+    torch.set_num_threads(1)
+    experts = EACH * int(os.environ["WORLD_SIZE"])
+    with ferry.Group(ferry.from_environment(), experts=experts, memory_bytes=128 << 20) as group:
+        x = torch.ones(given.tokens, given.hidden, dtype=torch.bfloat16)
+        for topk in given.topk:
+            routes = routes_of(given, group.rank, group.size, 0, topk)
+            group.record_routes(given.routes / f"routes{topk}")
+            plan = group.plan(routes)
+            group.record_routes(None)
+            rows = torch.ones(plan.recv_rows(), given.hidden, dtype=torch.bfloat16)
+            for crossing in ("direct", "hierarchical"):
+                times: list[tuple[float, float]] = []
+                for _ in range(given.rounds + 1):
+                    group.barrier()
+                    start = time.perf_counter()
+                    received = group.dispatch(x, plan, format="e4m3", crossing=crossing)
+                    group.barrier()
+                    there = time.perf_counter()
+                    group.combine(rows[: len(received.x)], plan, crossing=crossing)
+                    group.barrier()
+                    times.append((there - start, time.perf_counter() - there))
+                said: Result = {"topk": topk, "crossing": crossing}
+                for i, call in enumerate(("dispatch", "combine")):
+                    said[call] = statistics.median(each[i] for each in times[1:])
+                print(json.dumps(said), flush=True)
+
+
+def cluster_of(links: Result, each: int) -> tuple[str, list[str]]:
+    """A cluster file, and the options for slower hosts, of what `ferry doctor --net` said."""
+    rates = np.array(links["bytes_per_s"])
+    domains = np.array(links["domains"])
+    apart = domains[:, None] != domains[None, :]
+    usual = float(np.median(rates[rates > rates.max() / 2]))
+    latency = float(np.median(np.array(links["latency_ns"])[apart]))
+    slow = []
+    for rank in range(len(domains)):
+        best = max(rates[rank][apart[rank]].max(), rates[:, rank][apart[:, rank]].max())
+        if best < 0.8 * usual:
+            slow += ["--slow-nic", f"{rank}:{best / usual:.4f}"]
+    lines = (
+        f"host_ranks: {each}",
+        "memory_gb: 1",
+        f"nvlink: {{value: {MEMORY / 1e9}, from: assumed}}",
+        f"nic: {{value: {usual / each / 1e9:.6f}, from: measured}}",
+        f"latency_us: {latency / 1e3:.1f}",
+    )
+    return "\n".join(lines) + "\n", slow
+
+
+def predicted(
+    given: argparse.Namespace,
+    folder: Path,
+    cluster: Path,
+    slow: list[str],
+    topk: int,
+    crossing: str,
+    ranks: int,
+) -> dict[str, float]:
+    """Seconds of a dispatch and of a combine."""
+    model = folder / f"model{topk}.json"
+    shape = {"hidden": given.hidden, "experts": EACH * ranks, "topk": topk, "moe_layers": 1}
+    more = {"intermediate": 1, "other_parameters": 0, "parameter_bytes": 2}
+    model.write_text(json.dumps(shape | more))
+    command = [given.ferry, "simulate", "--json", "--cluster", cluster, "--model", model]
+    command += ["--ranks", str(ranks), "--routes", folder / f"routes{topk}", *slow]
+    command += ["--crossing", crossing]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr)
+    return {call["call"].split()[0]: call["us"] * 1e-6 for call in json.loads(done.stdout)}
+
+
+def run(given: argparse.Namespace, shape: str, slow: int) -> Result:
+    hosts, each = map(int, shape.split("x"))
+    with (
+        tempfile.TemporaryDirectory() as name,
+        Hosts(hosts, own_boot_ids=True) as machines,
+    ):
+        folder = Path(name)
+        for host in range(hosts):
+            machines.shape_link(host, given.mbit / (4 if host == slow else 1))
+        doctor = [given.ferry, "doctor", "--net", "--json"]
+        until_end(machines.start_ranks(each, doctor, folder), folder)
+        text, slow_nics = cluster_of(json.loads((folder / "rank-0.txt").read_text()), each)
+        cluster = folder / "cluster.yaml"
+        cluster.write_text(text)
+        command = [sys.executable, __file__, *sys.argv[1:], "--routes", name]
+        until_end(machines.start_ranks(each, command, folder), folder)
+        said = [lines_of(folder, rank) for rank in range(hosts * each)]
+        cases: dict[int, Result] = {}
+        for lines in zip(*said, strict=True):
+            topk, crossing = lines[0]["topk"], lines[0]["crossing"]
+            foretold = predicted(given, folder, cluster, slow_nics, topk, crossing, hosts * each)
+            times = cases.setdefault(topk, {"topk": topk})[crossing] = {}
+            for call in ("dispatch", "combine"):
+                took = max(line[call] for line in lines)
+                times |= {f"{call}_ms": took * 1e3, f"{call}_predicted_ms": foretold[call] * 1e3}
+                error = 100 * (foretold[call] / took - 1)
+                print(
+                    f"{shape} slow {slow:2} top-{topk} {crossing:13} {call:9}{took * 1e3:8.1f} ms, "
+                    f"predicted {foretold[call] * 1e3:8.1f} ({error:+.0f} %)",
+                    flush=True,
+                )
+        cluster_file = cluster.read_text()
+        return {
+            "hosts": hosts,
+            "ranks": each,
+            "mbit": given.mbit,
+            "slow": slow,
+            "cluster": cluster_file.split("\n"),
+            "slow_nics": slow_nics[1::2],
+            "cases": list(cases.values()),
+        }
+
+
+def main() -> None:
+    given = arguments()
+    if given.routes:
+        measure(given)
+        return
+    runs = [run(given, shape, slow) for shape in given.shapes for slow in given.slow]
+    if given.json:
+        result = {
+            "command": "python tests/hosts/prediction.py " + " ".join(sys.argv[1:]),
+            "machine": f"{os.uname().machine}, {os.cpu_count()} cores",
+            "ferry": ferry.__version__,
+            "tokens": given.tokens,
+            "hidden": given.hidden,
+            "rounds": given.rounds,
+            "runs": runs,
+        }
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
