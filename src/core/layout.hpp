@@ -36,6 +36,7 @@ struct ControlLayout {
   std::size_t done = 0;        ///< [R] lines: generation in which the reader has read my rows
   std::size_t crossed = 0;     ///< [R] lines: chunks of source's that crossed to here, ever
   std::size_t broadcasts = 0;  ///< [R] lines: failure broadcasts
+  std::size_t awaited = 0;     ///< [R] lines: for whom source waits (engine/wait_chain.hpp)
   std::size_t heartbeat = 0;   ///< one line, written by the owner: when it last waited, the call
                                ///< that it is in (core/call.hpp, CallWord), when it last waited
                                ///< for a transfer, whether it has left, at which step it joined
@@ -57,6 +58,7 @@ FERRY_FN constexpr ControlLayout make_control_layout(int ranks, std::size_t body
   layout.done = carver.take(r * kLineBytes);
   layout.crossed = carver.take(r * kLineBytes);
   layout.broadcasts = carver.take(r * kLineBytes);
+  layout.awaited = carver.take(r * kLineBytes);
   layout.heartbeat = carver.take(kLineBytes);
   layout.evicted = carver.take(kLineBytes);
   layout.bell = carver.take(kLineBytes);

@@ -50,7 +50,11 @@ Channel::Channel(std::shared_ptr<Memory> memory, const GroupConfig& config,
       chunks_taken_(static_cast<std::size_t>(size_)),
       broadcasts_(flags_at(size_, layout.broadcasts), rank_, control.data + layout.broadcasts,
                   &own_broadcast_, live_.data()),
+      wait_chain_(size_, rank_, control.data, layout),
       outgoing_(layout.message_bytes) {
+  for (int peer = 0; peer < size_; ++peer) {
+    has_far_ = has_far_ || memory_->fabric->pointer(peer, kControl) == nullptr;
+  }
   memory_->fabric->set_look_up([this](int peer) { look_up(peer); });
 }
 

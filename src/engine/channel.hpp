@@ -20,6 +20,7 @@
 #include "engine/memory.hpp"
 #include "engine/reach.hpp"
 #include "engine/record.hpp"
+#include "engine/wait_chain.hpp"
 #include "ferry/group.hpp"
 #include "protocol/chunks.hpp"
 #include "protocol/delivery.hpp"
@@ -190,10 +191,18 @@ class Channel {
 
   // For transfers between two ranks, beside the calls of all.
 
-  /// This rank waits for transfers now. To be said at least every 100 ms.
-  void beat_transfers();
+  /// This rank waits for transfers now, and has waited for those with `peer` so long. To be said at
+  /// least every 100 ms.
+  void beat_transfers(int peer, std::chrono::nanoseconds waited);
+  /// No more of them are under way.
+  void end_transfers() { say_awaited(WaitChain::In::transfer, -1, {}); }
   /// Whether a peer of the domain does.
   bool transfers(int peer) const;
+  /// Whether the peer has said, of this epoch, that it waits for another rank. Only in groups of
+  /// several domains.
+  bool held_up(int peer) const {
+    return wait_chain_.awaited_by(peer, since_.load(std::memory_order_relaxed)) >= 0;
+  }
   /// The peer did not do `what` ("send 8 bytes (tag 0)") in time: the group is dead and the peers
   /// are told.
   Error late_transfer(const char* call, int peer, const std::string& what,
@@ -239,8 +248,11 @@ class Channel {
   /// The epoch in which others went on without this rank; 0: none.
   std::uint64_t evicted() const;
   void say_left();
+  /// For whom this rank waits; -1: for nobody. Peers of other domains see it by this alone.
+  void say_awaited(WaitChain::In in, int peer, std::chrono::nanoseconds waited);
   protocol::FailureBroadcast broadcast(protocol::FailureBroadcast::Kind kind, int culprit);
   int blame(const Awaited& awaited, int fallback) const;
+  int blame_by_chain(const Awaited& awaited, int fallback) const;
   int silent(const Awaited& awaited) const;
   /// A word of a rank's own line, or null when its memory is not in this process.
   std::uint64_t* own_word(int peer, std::size_t index) const;
@@ -271,6 +283,8 @@ class Channel {
   std::vector<std::uint64_t> chunks_sent_;   // [R], of the thread whose turn it is, as the next
   std::vector<std::uint64_t> chunks_taken_;  // [R]
   protocol::FailureBroadcasts<> broadcasts_;
+  bool has_far_ = false;  // ranks of other domains
+  WaitChain wait_chain_;
   alignas(64) std::uint64_t own_broadcast_ = 0;
   std::vector<std::byte> outgoing_;
   bool all_throw_ = false;  // of the thread whose turn it is, as the next
@@ -312,6 +326,7 @@ class GroupWatch {
   void beat(std::uint64_t value);
   bool may_be_under_way(const protocol::FailureBroadcast& left) const;
   void say_who_is_missing();
+  int culprit() const;
 
   Channel& channel_;
   Awaited awaited_;
@@ -319,6 +334,7 @@ class GroupWatch {
   Clock::time_point start_ = Clock::now();
   Clock::time_point last_poll_ = start_;
   std::uint64_t deaths_;  // told by the kernel when this last polled
+  bool failed_ = false;
   WaitNotice long_wait_;
   std::optional<protocol::FailureBroadcast> broadcast_{};
 };

@@ -23,6 +23,8 @@ constexpr std::chrono::nanoseconds kLeastFreshBeat = std::chrono::milliseconds(1
 constexpr std::chrono::nanoseconds kUnseenGrace = std::chrono::milliseconds(500);
 /// For news of this rank, which seems to be cut off from all by one of its NICs.
 constexpr std::chrono::nanoseconds kCutOffGrace = std::chrono::seconds(1);
+/// A rank that has waited for this part of its deadline says so to other domains.
+constexpr int kSaysAfter = 4;
 constexpr auto kGraceSlice = std::chrono::milliseconds(5);
 /// Of the line in which a rank says how it is: when it last looked up from a wait, its call, and
 /// when it last looked up from a transfer, whether it has left, at which step it joined.
@@ -89,9 +91,15 @@ std::uint64_t Channel::evicted() const {
   return std::atomic_ref(*word).load(std::memory_order_acquire);
 }
 
-void Channel::beat_transfers() {
+void Channel::beat_transfers(int peer, std::chrono::nanoseconds waited) {
   // relaxed: a time stamp for the peers' blame; nothing is read on the strength of it.
   std::atomic_ref(*own_word(rank_, kTransferWord)).store(now_ns(), std::memory_order_relaxed);
+  say_awaited(WaitChain::In::transfer, peer, waited);
+}
+
+void Channel::say_awaited(WaitChain::In in, int peer, std::chrono::nanoseconds waited) {
+  if (!has_far_ || (peer >= 0 && waited < config_.deadline / kSaysAfter)) return;
+  wait_chain_.say(reach_, in, peer, generation());
 }
 
 bool Channel::fresh(int peer, std::size_t index) const {
@@ -146,7 +154,24 @@ int Channel::blame(const Awaited& awaited, int fallback) const {
     }
   }
   if (other_call >= 0) return other_call;
-  return quiet >= 0 ? quiet : fallback;
+  return quiet >= 0 ? quiet : blame_by_chain(awaited, fallback);
+}
+
+/// Those that are missing wait, or cannot be seen: who does not say that it waits for another one,
+/// or holds up one that does.
+int Channel::blame_by_chain(const Awaited& awaited, int fallback) const {
+  if (!has_far_) return fallback;
+  int held = -1;
+  for (const int peer : ranks_) {
+    if (peer == rank_ || !awaited.missing(peer)) continue;
+    if (held_up(peer)) {
+      if (held < 0) held = peer;
+    } else if (own_word(peer, kBeatWord) == nullptr) {
+      return peer;
+    }
+  }
+  if (held < 0) return fallback;
+  return wait_chain_.last_after(held, since_.load(std::memory_order_relaxed));
 }
 
 std::chrono::nanoseconds Channel::grace(const Awaited& awaited) const {
@@ -157,25 +182,24 @@ std::chrono::nanoseconds Channel::grace(const Awaited& awaited) const {
   });
   if (left) return {};                  // it is the one
   if (silent(awaited) >= 0) return {};  // it is the one
-  int unseen = 0;
-  bool held_up = false, other_call = false;
+  bool unseen = false, others_wait = false, other_call = false;
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_ || !awaited.missing(peer)) continue;
     if (own_word(peer, kBeatWord) == nullptr) {
-      ++unseen;
+      (held_up(peer) ? others_wait : unseen) = true;
     } else if (!waits(peer) && !transfers(peer)) {
       return {};  // it is the one
     } else if (call_of(peer) == call_of(rank_)) {
-      held_up = true;
+      others_wait = true;
     } else {
       other_call = true;
     }
   }
   const auto short_grace = std::min<std::chrono::nanoseconds>(config_.deadline / 4, kUnseenGrace);
   if (other_call) return short_grace;
-  if (held_up) return config_.deadline;
-  // Even one alone may be held up by a rank that has already sent this one its part.
-  return unseen > 0 ? short_grace : std::chrono::nanoseconds{};
+  if (others_wait) return config_.deadline;
+  // Even one alone may have begun to wait for another a moment ago.
+  return unseen ? short_grace : std::chrono::nanoseconds{};
 }
 
 GroupWatch::GroupWatch(Channel& channel, const Awaited& awaited, const char* stage)
@@ -189,6 +213,7 @@ GroupWatch::GroupWatch(Channel& channel, const Awaited& awaited, const char* sta
 
 GroupWatch::~GroupWatch() {
   beat(0);
+  if (!failed_) channel_.say_awaited(WaitChain::In::call, -1, {});
 }
 
 void GroupWatch::beat(std::uint64_t value) {
@@ -304,16 +329,23 @@ Status GroupWatch::poll(bool late) {
     status.peer = dead;
   } else if (late) {
     status.code = Status::Code::kDeadline;
-    int lowest = -1;
-    for (int peer = channel_.size_; peer-- > 0;) {
-      if (awaited_.missing(peer)) lowest = peer;
-    }
-    status.peer = channel_.blame(awaited_, lowest);
+    status.peer = culprit();
   } else {
+    channel_.say_awaited(WaitChain::In::call, culprit(), waited());
     if (Clock::now() >= long_wait_.next()) say_who_is_missing();
     if (channel_.config_.on_wait) channel_.config_.on_wait();
   }
+  failed_ = !status.ok();
   return status;
+}
+
+/// Of those that are missing.
+int GroupWatch::culprit() const {
+  int lowest = -1;
+  for (int peer = channel_.size_; peer-- > 0;) {
+    if (awaited_.missing(peer)) lowest = peer;
+  }
+  return channel_.blame(awaited_, lowest);
 }
 
 void GroupWatch::say_who_is_missing() {

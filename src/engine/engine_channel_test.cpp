@@ -213,6 +213,60 @@ TEST(Channel, AcrossDomainsARankThatAloneIsMissingMayBeHeldUp) {
       800ms, 2);
 }
 
+// Each rank but the last waits for the next one, and began to later than the one before: rank 0's
+// time is over when rank 1, and rank 2, still have some. None sees another.
+TEST(Channel, AcrossDomainsTheLastOfThoseWhoWaitForEachOtherNamesTheLateRank) {
+  constexpr int kRanks = 4;
+  constexpr auto kDeadline = 1000ms;
+  std::latch over(kRanks);
+  with_seats(
+      kRanks,
+      [&](Channel& channel, std::size_t) {
+        channel.swap("together", {});
+        std::this_thread::sleep_for(channel.rank() * kDeadline * 4 / 5);
+        if (channel.rank() < kRanks - 1) {
+          const int next = channel.rank() + 1;
+          EXPECT_EQ(named(channel, [&] { channel.await_delivered("rows", next); }), kRanks - 1);
+        }
+        over.arrive_and_wait();
+      },
+      kDeadline, 1);
+}
+
+// Ranks that wait for each other, because they make different calls, and one that waits for them.
+TEST(Channel, AcrossDomainsRanksThatWaitForEachOtherAreNamed) {
+  std::latch over(3);
+  with_seats(
+      3,
+      [&](Channel& channel, std::size_t) {
+        channel.swap("together", {});
+        const int awaited = channel.rank() == 1 ? 2 : 1;
+        EXPECT_NE(named(channel, [&] { channel.await_delivered("rows", awaited); }), 0);
+        over.arrive_and_wait();
+      },
+      300ms, 1);
+}
+
+// A wait that has ended holds up nobody.
+TEST(Channel, AcrossDomainsARankThatHasWaitedIsNamed) {
+  std::latch over(3);
+  with_seats(
+      3,
+      [&](Channel& channel, std::size_t) {
+        channel.swap("together", {});
+        if (channel.rank() == 0) {
+          EXPECT_EQ(named(channel, [&] { channel.await_delivered("rows", 1); }), 1);
+        } else if (channel.rank() == 1) {
+          channel.await_delivered("rows", 2);
+        } else {
+          std::this_thread::sleep_for(400ms);  // rank 1 has said that it waits
+          channel.deliver(1, 0);
+        }
+        over.arrive_and_wait();
+      },
+      1000ms, 1);
+}
+
 // The failure broadcast that rank 1 leaves overtakes what rank 1 raised before: chunks, then a
 // delivery.
 TEST(Channel, AcrossDomainsWhatARankSentBeforeItLeftIsAwaited) {

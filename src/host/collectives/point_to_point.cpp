@@ -379,6 +379,7 @@ void PointToPoint::complete(const Held& transfer, KeptError error) {
   transfer->error = std::move(error);
   transfer->done.store(true, std::memory_order_release);
   std::erase(open_, transfer);
+  if (open_.empty() && !transfer->error) engine_->channel().end_transfers();
   changed_.notify_all();
 }
 

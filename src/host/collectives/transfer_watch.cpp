@@ -20,7 +20,9 @@ void PointToPoint::look_after_peers() {
   deaths_ = DeathWatch::count();
   if (open_.empty()) return;
   engine::Channel& channel = engine_->channel();
-  channel.beat_transfers();
+  const Transfer& first = *open_.front();
+  const auto since = std::max(first.start, peers_[index(first.peer)].data_moved);
+  channel.beat_transfers(first.peer, last_look_ - since);
   std::optional<Error> error;
   if (channel.left()) {
     error = Error(ErrorKind::destroyed, "send, recv: the group is destroyed");
@@ -68,6 +70,8 @@ bool PointToPoint::extended(Transfer& transfer) const {
   const auto deadline = engine_->config().deadline;
   if (engine_->topology().together(transfer.peer, engine_->rank())) {
     if (!engine_->channel().transfers(transfer.peer)) return false;
+    transfer.deadline += deadline;
+  } else if (engine_->channel().held_up(transfer.peer)) {
     transfer.deadline += deadline;
   } else {
     transfer.deadline += std::min(deadline / 4, kUnseenGrace);
