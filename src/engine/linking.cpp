@@ -1,14 +1,29 @@
 #include "engine/linking.hpp"
 
+#include <ferry/error.hpp>
+#include <string>
 #include <utility>
 
 namespace ferry::engine {
 
 void Linking::begin(int seat, const Member::View& view, std::uint64_t ticket) {
   any_ = true;
+  former_may_write_ = former_may_write_ || !untouched(seat);
   seats_[static_cast<std::size_t>(seat)] = {State::waits, view.epoch, ticket,
                                             ticket == 0 ? 0 : view.step + 1, view.step};
   if (ticket != 0) carrier_->seat(seat, ticket);
+}
+
+/// Flags are written there as if it were this rank's.
+void Linking::check_control(int seat) const {
+  const std::size_t mine = fabric_.bytes(channel_.rank(), Channel::kControl);
+  const std::size_t theirs = fabric_.bytes(seat, Channel::kControl);
+  if (theirs == mine) return;
+  throw Error(ErrorKind::mismatch,
+              "rank " + std::to_string(channel_.rank()) + ": the card of rank " +
+                  std::to_string(seat) + ", which joins, names a control segment of " +
+                  std::to_string(theirs) + " bytes, expected " + std::to_string(mine),
+              {.rank = channel_.rank(), .peer = seat});
 }
 
 /// By the card of its own message, or the one that a rank of its domain has sent.
@@ -19,6 +34,7 @@ bool Linking::try_link(int seat, Seat& there) {
   if (!link_message && !sent_on) return false;
   fabric_.link(seat, link_message ? link_message->card : waiting->card, there.epoch,
                {channel_.joined_at(channel_.rank()), ticket_});
+  check_control(seat);
   return true;
 }
 

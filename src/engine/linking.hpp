@@ -18,7 +18,10 @@ class Linking {
         carrier_(std::move(carrier)),
         channel_(channel),
         ticket_(ticket),
-        seats_(static_cast<std::size_t>(channel.size())) {}
+        seats_(static_cast<std::size_t>(channel.size())) {
+    if (ticket_ == 0) return;  // a founder has reached all from the beginning
+    for (Seat& seat : seats_) seat.state = State::waits;
+  }
 
   /// A process has taken a far seat with this view, or this rank has joined with it. `ticket`: of
   /// who has the seat; 0: not known yet, its message says it.
@@ -31,6 +34,9 @@ class Linking {
   /// The step that was committed when it joined, plus 1, or Channel::kJoining; 0: a founder.
   std::uint64_t joined_at(int seat) const { return at(seat).joined_at; }
   bool any() const { return any_; }
+  /// Whether another process had a seat before the one that has it, and could write here: what it
+  /// has sent may still be under way.
+  bool former_may_write() const { return former_may_write_; }
   /// Links what live seats it can. Returns those that are linked since the last time. `failed`:
   /// those whose cards cannot be used.
   std::vector<int> advance(const Member::Seats& live, Member::Seats& failed);
@@ -47,6 +53,7 @@ class Linking {
   };
   const Seat& at(int seat) const { return seats_[static_cast<std::size_t>(seat)]; }
   bool try_link(int seat, Seat& there);
+  void check_control(int seat) const;
 
   fabric::Fabric& fabric_;
   std::shared_ptr<Carrier> carrier_;
@@ -54,6 +61,7 @@ class Linking {
   std::uint64_t ticket_;  // of this rank
   std::vector<Seat> seats_;
   bool any_ = false;
+  bool former_may_write_ = false;
 };
 
 }  // namespace ferry::engine

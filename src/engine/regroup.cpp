@@ -18,6 +18,10 @@ constexpr const char* kRegroup = "regroup";
 constexpr auto kPollPeriod = std::chrono::milliseconds(20);
 /// A round that has not ended after so long is begun anew.
 constexpr auto kRetryPeriod = std::chrono::milliseconds(250);
+/// A rank that has not looked for so long was stopped itself, or kept from the CPU. Then it blames
+/// nobody for so long.
+constexpr auto kPause = std::chrono::milliseconds(100),
+               kHeardAgain = std::chrono::milliseconds(500);
 
 /// Ends a sleep at the end of its slice.
 struct OneSlice {
@@ -172,7 +176,8 @@ Epoch Regroup::join() {
     wait(rung);
   }
   seat_joiners();
-  timeout_ = Clock::now() + config_.deadline;
+  ran_ = Clock::now();
+  timeout_ = ran_ + config_.deadline;
   return agree(0);
 }
 
@@ -230,7 +235,8 @@ void Regroup::begin(std::uint64_t step) {
   seat_joiners();  // of a call that threw before it could
   // Not later: a leader that found one then would stop ranks that have gone on.
   hear_guests();
-  timeout_ = Clock::now() + config_.deadline;
+  ran_ = Clock::now();
+  timeout_ = ran_ + config_.deadline;
   polled_ = {};
   ended_ = {};  // told again: who did not know of a joiner then has not believed it
   poll();       // what is old already gives no new trust
@@ -391,6 +397,9 @@ void Regroup::check_progress() {
   channel_.beat(true);
   if (config_.on_wait) config_.on_wait();
   const auto now = Clock::now();
+  // The others may not have run either: they must be heard first.
+  if (now - ran_ > kPause) timeout_ = std::max(timeout_, now + kHeardAgain);
+  ran_ = now;
   if (now >= timeout_ && !member_->running()) {
     timeout_ = now + config_.deadline;
     suspect_silent();
@@ -475,7 +484,8 @@ Epoch Regroup::go_on() {
 }
 
 void Regroup::free_held() const {
-  if (!memory_->arena.holds_back() || seating_.former_may_write() || linking_.any()) return;
+  if (!memory_->arena.holds_back()) return;
+  if (seating_.former_may_write() || linking_.former_may_write()) return;
   for (int peer = 0; peer < channel_.size(); ++peer) {
     if (channel_.has(peer)) continue;
     if (far(peer)) return;  // what it has sent may still be under way

@@ -105,6 +105,7 @@ class Regroup {
   std::uint64_t deaths_ = 0;        // told by the kernel before the last poll
   Clock::time_point polled_{};      // at the processes
   Clock::time_point heard_at_{};    // when anybody last said something new
+  Clock::time_point ran_{};         // when this rank last asked whether anybody is late
   Clock::time_point timeout_{};     // until when silence is no reason to suspect
 };
 

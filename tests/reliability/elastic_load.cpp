@@ -237,8 +237,24 @@ void ElasticJob::await(const char* what, const Ready& ready) {
   while (wrong_.empty() && !ready()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     check_lines();
-    if (now() > end && wrong_.empty()) wrong_.append("no end of: ").append(what);
+    if (now() > end && wrong_.empty()) wrong_ = std::string("no end of: ") + what + whereabouts();
   }
+}
+
+/// Of those that should be there.
+std::string ElasticJob::whereabouts() {
+  std::string text;
+  for (const int rank : alive_) {
+    const auto& mine = board_->ranks[at(rank)];
+    const auto seconds_ago = [](double when) {
+      return when == 0 ? std::string("never") : std::to_string(now() - when) + " s ago";
+    };
+    text += "\nrank " + std::to_string(rank) + ": epoch " + std::to_string(mine.epoch) + ", step " +
+            std::to_string(mine.steps) + ", failed " + seconds_ago(mine.failed) + ", exchanged " +
+            seconds_ago(mine.exchanged) + (mine.evicted != 0 ? ", evicted" : "");
+    if (const int code = ranks_->join(rank, 0); code >= 0) text += ", exit " + std::to_string(code);
+  }
+  return text;
 }
 
 void ElasticJob::check_lines() {

@@ -75,6 +75,7 @@ class ElasticJob {
   template <class Ready>
   void await(const char* what, const Ready& ready);
   void check_lines();
+  std::string whereabouts();
   void restart(int rank);
   /// All that are alive are in a view of their own, and have made steps in it.
   void await_steps(const char* what);

@@ -1,14 +1,17 @@
 // Many losses of ranks in throughput mode: how long until the survivors have their error, and from
 // the last error to the first exchange of the next epoch. Prints JSON.
-// elastic_trials [KILLS_OF_EACH_CELL [RANKS [DEADLINE_MS_OF_STOPS [DOMAIN_SIZE]]]]
-// DOMAIN_SIZE: so many ranks are a domain each, and libfabric joins them; then nobody joins.
+// elastic_trials [KILLS_OF_EACH_CELL [RANKS [DEADLINE_MS_OF_STOPS [DOMAIN_SIZE [CELLS [SEED]]]]]]
+// DOMAIN_SIZE: so many ranks are a domain each, and libfabric joins them. CELLS: those alone whose
+// names contain it.
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <optional>
 #include <random>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "elastic_load.hpp"
@@ -46,10 +49,15 @@ void print(const char* key, const std::vector<double>& values, const char* end) 
 
 class Trials {
  public:
-  Trials(int ranks, int kills, int domain_size)
-      : ranks_(ranks), kills_(kills), domain_size_(domain_size) {}
+  Trials(int ranks, int kills, int domain_size, std::string cells, unsigned seed)
+      : ranks_(ranks),
+        kills_(kills),
+        domain_size_(domain_size),
+        cells_(std::move(cells)),
+        random_(seed) {}
 
   bool kill(const Cell& cell) {
+    if (!wanted(cell.name)) return true;
     std::vector<double> detected, regrouped;
     std::optional<ElasticJob> job;
     int kills = 0;
@@ -73,13 +81,14 @@ class Trials {
   enum class Meanwhile { nothing, two_at_once, joiner_dies, rank_dies };
 
   bool join(const char* name, Meanwhile meanwhile) {
+    if (!wanted(name)) return true;
     std::vector<double> joined;
-    ElasticJob job(ranks_, std::chrono::seconds(30));
+    ElasticJob job(ranks_, std::chrono::seconds(30), domain_size_);
     int kills = 0;
     while (kills < kills_) {
       any_moment();
       const int lost = meanwhile == Meanwhile::two_at_once ? 2 : 1;
-      const std::vector<int> seats = victims(job, {"", Stage::anywhere, lost, false});
+      const std::vector<int> seats = replaceable(job, lost);
       job.lose(seats, Stage::anywhere, SIGKILL);
       kills += lost;
       any_moment();
@@ -91,7 +100,7 @@ class Trials {
         ++kills;
       }
       if (job.wrong().empty() && meanwhile == Meanwhile::rank_dies) {
-        const int victim = victims(job, {"", Stage::anywhere, 1, false}).front();
+        const int victim = replaceable(job, 1).front();
         job.lose_beside_joiner(seats.front(), victim, after);
         missing = {victim};
         ++kills;
@@ -99,7 +108,7 @@ class Trials {
       if (job.wrong().empty()) joined.push_back(job.join(missing));
       if (!ok(name, job)) return false;
     }
-    std::printf(",\n    \"%s\": {\"lost\": %d, ", name, kills);
+    begin_cell(name, kills);
     print("join_ms", joined, "}");
     std::fflush(stdout);
     return true;
@@ -108,6 +117,7 @@ class Trials {
   bool stop(std::chrono::milliseconds deadline) {
     std::vector<double> detected, regrouped;
     const Cell cell{"stopped, anywhere", Stage::anywhere, 1, false};
+    if (!wanted(cell.name)) return true;
     const int stops = std::max(1, kills_ / 10);
     for (int i = 0; i < stops; ++i) {
       ElasticJob job(ranks_, deadline, domain_size_);
@@ -134,6 +144,22 @@ class Trials {
     ranks.resize(static_cast<std::size_t>(cell.at_once));
     return ranks;
   }
+  /// The same of those whose domains keep a rank, by which processes find them.
+  std::vector<int> replaceable(const ElasticJob& job, int count) {
+    for (;;) {
+      const std::vector<int> some = victims(job, {"", Stage::anywhere, count, false});
+      const auto left_in = [&](int domain) {
+        return std::count_if(job.alive().begin(), job.alive().end(), [&](int rank) {
+          const bool lost = std::find(some.begin(), some.end(), rank) != some.end();
+          return rank / domain_size_ == domain && !lost;
+        });
+      };
+      const bool kept = domain_size_ == 0 || std::all_of(some.begin(), some.end(), [&](int rank) {
+                          return left_in(rank / domain_size_) > 0;
+                        });
+      if (kept) return some;
+    }
+  }
   static bool ok(const char* name, const ElasticJob& job) {
     if (job.wrong().empty()) return true;
     std::fprintf(stderr, "%s: %s\n", name, job.wrong().c_str());
@@ -141,22 +167,28 @@ class Trials {
   }
   void report(const char* name, int lost, const std::vector<double>& detected,
               const std::vector<double>& regrouped) {
-    std::printf("%s    \"%s\": {\"lost\": %d, ", first_ ? "" : ",\n", name, lost);
+    begin_cell(name, lost);
     print("detect_ms", detected, ", ");
     print("regroup_ms", regrouped, "}");
     std::fflush(stdout);
+  }
+  void begin_cell(const char* name, int lost) {
+    std::printf("%s    \"%s\": {\"lost\": %d, ", first_ ? "" : ",\n", name, lost);
     first_ = false;
+  }
+  bool wanted(const char* name) const {
+    return std::string(name).find(cells_) != std::string::npos;
   }
 
   int ranks_;
   int kills_;
   int domain_size_;
   bool first_ = true;
-  std::mt19937 random_{20261126};
+  std::string cells_;
+  std::mt19937 random_;
 };
 
-int run(int kills, int ranks, std::chrono::milliseconds deadline, int domain_size) {
-  Trials trials(ranks, kills, domain_size);
+int run(Trials& trials, int ranks, std::chrono::milliseconds deadline, int domain_size) {
   std::printf("{\"ranks\": %d, \"domain_size\": %d, \"stop_deadline_ms\": %d, \"cells\": {\n",
               ranks, domain_size, int(deadline.count()));
   for (const Cell& cell : kCells) {
@@ -164,11 +196,10 @@ int run(int kills, int ranks, std::chrono::milliseconds deadline, int domain_siz
   }
   if (!trials.stop(deadline)) return 1;
   using Meanwhile = Trials::Meanwhile;
-  const bool joined =
-      domain_size > 0 || (trials.join("a process joins", Meanwhile::nothing) &&
-                          trials.join("two join at once", Meanwhile::two_at_once) &&
-                          trials.join("a joiner is killed", Meanwhile::joiner_dies) &&
-                          trials.join("a rank is killed while one joins", Meanwhile::rank_dies));
+  const bool joined = trials.join("a process joins", Meanwhile::nothing) &&
+                      trials.join("two join at once", Meanwhile::two_at_once) &&
+                      trials.join("a joiner is killed", Meanwhile::joiner_dies) &&
+                      trials.join("a rank is killed while one joins", Meanwhile::rank_dies);
   if (!joined) return 1;
   std::printf("\n  }\n}\n");
   return 0;
@@ -181,6 +212,8 @@ int main(int argc, char** argv) {
   const auto argument = [&](int i, int otherwise) {
     return argc > i ? std::atoi(argv[i]) : otherwise;
   };
-  return ferry::test::run(argument(1, 200), argument(2, 8),
-                          std::chrono::milliseconds(argument(3, 1000)), argument(4, 0));
+  const int ranks = argument(2, 8), domain_size = argument(4, 0);
+  ferry::test::Trials trials(ranks, argument(1, 200), domain_size, argc > 5 ? argv[5] : "",
+                             unsigned(argument(6, 20261126)));
+  return ferry::test::run(trials, ranks, std::chrono::milliseconds(argument(3, 1000)), domain_size);
 }

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <csignal>
 #include <filesystem>
 #include <thread>
@@ -103,9 +104,9 @@ std::string Ranks::line(int rank, double seconds) {
       child.buffer.erase(0, at + 1);
       return text;
     }
-    const double left = end - now();
+    const double left = std::max(end - now(), 0.0);
     pollfd waiting{child.pipe, POLLIN, 0};
-    if (left <= 0 || poll(&waiting, 1, static_cast<int>(left * 1000) + 1) <= 0) return {};
+    if (poll(&waiting, 1, static_cast<int>(std::ceil(left * 1000))) <= 0) return {};
     char bytes[4096];
     const ssize_t got = read(child.pipe, bytes, sizeof(bytes));
     if (got <= 0) return {};

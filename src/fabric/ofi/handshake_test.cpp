@@ -1,6 +1,8 @@
 // What ranks tell each other before they use a network: who cannot reach whom.
 #include "fabric/ofi/handshake.hpp"
 
+#include "fabric/ofi/card.hpp"
+#include "fabric/segment_table.hpp"
 #include "fabric/test_ranks.hpp"
 
 namespace ferry::fabric::test {
@@ -78,6 +80,79 @@ TEST(OfiHandshakes, WhatCannotBeIsRefused) {
   ofi::Handshake problem;
   problem.problem = "no NIC";
   EXPECT_EQ(ofi::handshake_from(to_bytes(problem), 0, 3).problem, "no NIC");
+}
+
+void expect_unreadable(int peer, const std::function<void()>& read) {
+  expect_error(ErrorKind::mismatch,
+               {"rank 0: what rank " + std::to_string(peer) + " says", "cannot be read"}, read);
+}
+
+/// Cut at every place, and with a byte too many.
+void expect_whole_alone(const Bytes& whole, int peer,
+                        const std::function<void(const Bytes&)>& read) {
+  EXPECT_NO_THROW(read(whole));
+  for (std::size_t bytes = 0; bytes < whole.size(); ++bytes) {
+    const auto end = whole.begin() + static_cast<std::ptrdiff_t>(bytes);
+    expect_unreadable(peer, [&] { read({whole.begin(), end}); });
+  }
+  Bytes longer = whole;
+  longer.push_back({});
+  expect_unreadable(peer, [&] { read(longer); });
+}
+
+TEST(OfiCards, InvitationsThatCannotBeAreRefused) {
+  const ofi::Invitation given{.key = {3, 4}, .address = "10.0.0.1", .local = 8};
+  const Bytes whole = to_bytes(given);
+  const auto read = [](const Bytes& bytes) { ofi::invitation_from(bytes, 0); };
+  expect_whole_alone(whole, 0, read);
+  const ofi::Invitation got = ofi::invitation_from(whole, 0);
+  EXPECT_EQ(got.key, given.key);
+  EXPECT_EQ(got.address, given.address);
+  EXPECT_EQ(got.local, given.local);
+  Bytes other_magic = whole;
+  other_magic[0] ^= std::byte{1};
+  expect_unreadable(0, [&] { read(other_magic); });
+  for (const int local : {0, -1, 1 << 16}) {
+    expect_unreadable(0, [&] { read(to_bytes(ofi::Invitation{given.key, given.address, local})); });
+  }
+}
+
+TEST(OfiCards, CardsThatCannotBeAreRefused) {
+  ofi::Card given{handshake_of(2, 1), {{0, 4096, Bytes(40)}, {1, 8192, Bytes(kMaxHandleBytes)}}};
+  const auto read = [](const Bytes& bytes) { ofi::card_from(bytes, 0, 3); };
+  expect_whole_alone(to_bytes(given), 3, read);
+  const ofi::Card got = ofi::card_from(to_bytes(given), 0, 3);
+  EXPECT_EQ(got.handshake.names, given.handshake.names);
+  ASSERT_EQ(got.segments.size(), 2u);
+  EXPECT_EQ(got.segments[1].bytes, 8192u);
+  EXPECT_EQ(got.segments[1].handle.size(), kMaxHandleBytes);
+  given.segments[1].handle.push_back({});
+  expect_unreadable(3, [&] { read(to_bytes(given)); });
+  given.segments.assign(kMaxSegments + 1, {0, 4096, {}});
+  expect_unreadable(3, [&] { read(to_bytes(given)); });
+  // The handshake's own bytes are cut, and all counts around it are right.
+  const Bytes handshake = to_bytes(handshake_of(1, 1));
+  const auto cut = static_cast<std::uint32_t>(handshake.size() - 1);
+  Bytes bytes(sizeof cut);
+  std::memcpy(bytes.data(), &cut, sizeof cut);
+  bytes.insert(bytes.end(), handshake.begin(), handshake.end() - 1);
+  bytes.resize(bytes.size() + sizeof(std::uint32_t));  // no segments
+  expect_unreadable(3, [&] { read(bytes); });
+}
+
+TEST(OfiCards, OneThatCannotBeReachedIsRefused) {
+  const ofi::Handshake mine = handshake_of(2, 2);
+  EXPECT_NO_THROW(ofi::check_joined(mine, 0, handshake_of(1, 2), 3));
+  ofi::Handshake provider = mine, problem = mine, names = mine;
+  provider.provider = "verbs";
+  problem.problem = "no NIC";
+  for (auto& name : names.names) name.resize(28);
+  ofi::Handshake nothing;  // such a card can be read
+  nothing.problem = "no NIC";
+  for (const auto& bad : {provider, problem, names, nothing, handshake_of(2, 1)}) {
+    expect_error(ErrorKind::mismatch, {"rank 0 and rank 3", "cannot reach each other"},
+                 [&] { ofi::check_joined(mine, 0, bad, 3); });
+  }
 }
 
 }  // namespace

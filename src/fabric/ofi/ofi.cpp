@@ -7,6 +7,7 @@
 #include <ferry/error.hpp>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -186,11 +187,8 @@ Segment OfiFabric::exposed(Segment segment) {
   return segment;
 }
 
-void OfiFabric::attach(int peer, SegmentId segment, std::size_t bytes,
-                       std::span<const std::byte> handle) {
-  check_peer(peer, size_, rank_, "attach");
-  if (peer == rank_) return;
-  const Attachment attachment{Wire::ofi, rank_, peer, segment, bytes, job_};
+/// Throws what `attach` does for one that cannot be.
+OfiHandle handle_in(std::span<const std::byte> handle, const Attachment& attachment) {
   OfiHandle theirs;
   if (handle.size() != sizeof theirs) {
     throw_attach(attachment, "its handle has " + std::to_string(handle.size()) +
@@ -198,6 +196,15 @@ void OfiFabric::attach(int peer, SegmentId segment, std::size_t bytes,
   }
   checked_handle(handle.last(sizeof(SegmentHandle)), attachment);
   std::memcpy(&theirs, handle.data(), sizeof theirs);
+  return theirs;
+}
+
+void OfiFabric::attach(int peer, SegmentId segment, std::size_t bytes,
+                       std::span<const std::byte> handle) {
+  check_peer(peer, size_, rank_, "attach");
+  if (peer == rank_) return;
+  const Attachment attachment{Wire::ofi, rank_, peer, segment, bytes, job_};
+  const OfiHandle theirs = handle_in(handle, attachment);
   if (sets_[0]->left(peer)) throw_attach(attachment, "the rank left");
   if (segment < kMaxSegments && segments_.find(peer, segment) == nullptr) {
     for (const auto& set : sets_) set->attach(peer, segment, theirs.base, theirs.keys);
@@ -209,6 +216,14 @@ void OfiFabric::link(int peer, std::span<const std::byte> card, std::uint64_t ep
                      const std::array<std::uint64_t, 2>& words) {
   const ofi::Card theirs = ofi::card_from(card, rank_, peer);
   ofi::check_joined(own_handshake_, rank_, theirs.handshake, peer);
+  std::set<SegmentId> named;
+  for (const ofi::Card::Segment& segment : theirs.segments) {
+    const Attachment attachment{Wire::ofi, rank_, peer, segment.id, segment.bytes, job_};
+    handle_in(segment.handle, attachment);
+    if (segment.id >= kMaxSegments || !named.insert(segment.id).second) {
+      throw_attach(attachment, "its card cannot name such a segment, or not twice");
+    }
+  }
   const LinkMessage mine{words, this->card()};
   if (mine.card.size() > ofi::kMaxPayload) {
     throw Error(ErrorKind::exhausted,

@@ -310,6 +310,25 @@ TEST(Regroup, LatencyExchangesWithMasksGoOnBesideIt) {
   });
 }
 
+/// Rank 2 is kept from the CPU until its deadline is over; the others come meanwhile.
+TEST(Regroup, WhoeverDidNotRunItselfHearsTheOthersBeforeItBlamesThem) {
+  const auto bootstraps = thread_bootstrap(3);
+  on_ranks(3, [&](int rank) {
+    bool sleeps = false;
+    GroupConfig config = elastic(800ms);
+    config.on_wait = [&] {
+      if (std::exchange(sleeps, false)) std::this_thread::sleep_for(1200ms);
+    };
+    Group group(bootstraps[index(rank)], config);
+    group.barrier();
+    sleeps = rank == 2;
+    if (rank != 2) std::this_thread::sleep_for(700ms);
+    EXPECT_EQ(group.regroup(), (GroupView{2, {0, 1, 2}, {}, 0}));
+    exchange_among(group, {0, 1, 2}, 1);
+    group.barrier();
+  });
+}
+
 TEST(Regroup, IsNotForDomainsWithoutANetworkThatCarriesTexts) {
   GroupConfig config = elastic();
   config.domain_size = 1;
