@@ -137,9 +137,10 @@ def plain_view(name: str, value: Any, writable: bool) -> _ferry.View | None:
         return None
     if not value.is_contiguous() or value.is_neg():
         return None
+    memory = storage_of(name, value)
     if writable and not value.is_inference():
         torch.autograd.graph.increment_version(value)  # as in `view`
-    return _ferry.View.of_elements(value, name, value.data_ptr(), value.numel(), dtype)
+    return _ferry.View.of_elements(memory, name, value.data_ptr(), value.numel(), dtype)
 
 
 def optional_view(name: str, value: Any, *rules: Any, **more: Any) -> _ferry.View | None:
@@ -199,7 +200,7 @@ def _gpu_view(
             more = f", or {carrier} that carries it" if carrier else ""
             refuse(name, f"dtype {spelled}", f"dtype {dtype.name}{more}")
     return _ferry.View.of_gpu(
-        value,
+        value.untyped_storage(),
         name,
         value.data_ptr(),
         value.shape,
@@ -258,10 +259,25 @@ def _plain_torch(
             refuse(
                 name, f"{lazy} of dtype {value.dtype}", "one without, as torch cannot resolve it"
             )
+    storage_of(name, value)
     own = _torch_dtype(value.dtype)
     if own in (Dtype.e4m3, Dtype.e5m2):
         return value.view(torch.uint8), _agreed(name, own, dtype)
     return value, dtype
+
+
+def storage_of(name: str, tensor: Any) -> Any:
+    """The storage of a strided torch tensor, which holds all of its elements: programs free tensors
+    by `untyped_storage().resize_(0)`. Who holds it holds the memory, whatever `set_`, `.data =` or
+    `swap_tensors` do to the tensor."""
+    storage, reach = tensor.untyped_storage(), tensor.numel()
+    if reach > 0 and not tensor.is_contiguous():
+        reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+    needed = (tensor.storage_offset() + reach) * tensor.element_size() if reach > 0 else 0
+    if needed > storage.nbytes():
+        got = f"a tensor whose storage was resized to {storage.nbytes()} bytes"
+        refuse(name, got, f"at least {needed}, those of shape {list(tensor.shape)}")
+    return storage
 
 
 @cache

@@ -46,9 +46,9 @@ HeldEvent all_reduce(const HeldCollectives& all, const View& x, ReduceOp op, Pyt
 /// The whole call, with all other arguments by default. False: nothing was done, as x is no plain
 /// tensor.
 bool all_reduce_plain(const HeldCollectives& all, nb::handle x, ReduceOp op) {
-  const std::optional<TensorView> view = plain_torch(x, true);
-  if (view) without_gil([&] { all->all_reduce(*view, {.op = op}); });
-  return view.has_value();
+  const std::optional<TorchMemory> plain = plain_torch(x, true);
+  if (plain) without_gil([&] { all->all_reduce(plain->view, {.op = op}); });
+  return plain.has_value();
 }
 
 HeldEvent reduce_scatter(const HeldCollectives& all, const View& x, const View& out, ReduceOp op,
@@ -85,8 +85,8 @@ HeldEvent all_to_all(const HeldCollectives& all, const View& x, const View& out,
 }
 
 bool all_to_all_plain(const HeldCollectives& all, nb::handle x, nb::handle out) {
-  const std::optional<TensorView> from = plain_torch(x, false), to = plain_torch(out, true);
-  if (from && to) without_gil([&] { all->all_to_all(*from, *to, {}); });
+  const std::optional<TorchMemory> from = plain_torch(x, false), to = plain_torch(out, true);
+  if (from && to) without_gil([&] { all->all_to_all(from->view, to->view, {}); });
   return from && to;
 }
 

@@ -214,9 +214,9 @@ void bind_tensor(nb::module_& m) {
       .def_static(
           "of_torch",
           [](nb::object value, const std::string& name, bool writable) -> std::optional<View> {
-            const auto plain = plain_torch(value, writable, TorchShape::own);
+            auto plain = plain_torch(value, writable, TorchShape::own);
             if (!plain) return std::nullopt;
-            return View(std::move(value), name, *plain, false);
+            return View(std::move(plain->storage), name, plain->view, false);
           },
           nb::arg("value").none(), nb::arg("name"), nb::arg("writable"),
           "A plain torch tensor in CPU memory; None: something else.")

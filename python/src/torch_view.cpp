@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 
 #include "tensor.hpp"
 
@@ -26,6 +27,7 @@ struct Torch {
   const ExchangeTable* table;
   PyObject *strided, *increment_version;
   PyObject *layout, *requires_grad, *is_neg, *is_inference;  // names
+  PyObject *untyped_storage, *nbytes, *storage_offset;       // names
 };
 
 const Torch* find(PyTypeObject* type) {
@@ -56,7 +58,10 @@ const Torch* find(PyTypeObject* type) {
                     name("layout"),
                     name("requires_grad"),
                     name("is_neg"),
-                    name("is_inference")};
+                    name("is_inference"),
+                    name("untyped_storage"),
+                    name("nbytes"),
+                    name("storage_offset")};
   return found;
 }
 
@@ -70,10 +75,18 @@ bool is(nb::handle value, PyObject* name, PyObject* expected) {
 }
 
 // Calls of the stable ABI; the first place is the callee's to write to.
-bool answers_yes(nb::handle value, PyObject* name) {
+nb::object answer(nb::handle value, PyObject* name) {
   PyObject* arguments[] = {nullptr, value.ptr()};
   constexpr auto kOne = 1 | PY_VECTORCALL_ARGUMENTS_OFFSET;
-  return checked(PyObject_VectorcallMethod(name, arguments + 1, kOne, nullptr)).ptr() == Py_True;
+  return checked(PyObject_VectorcallMethod(name, arguments + 1, kOne, nullptr));
+}
+
+bool answers_yes(nb::handle value, PyObject* name) {
+  return answer(value, name).ptr() == Py_True;
+}
+
+std::int64_t number(nb::handle value, PyObject* name) {
+  return nb::cast<std::int64_t>(answer(value, name));
 }
 
 void call_with(PyObject* function, nb::handle value) {
@@ -93,7 +106,7 @@ bool is_dense(const nb::dlpack::dltensor& tensor) {
 
 }  // namespace
 
-std::optional<TensorView> plain_torch(nb::handle value, bool writable, TorchShape shape) {
+std::optional<TorchMemory> plain_torch(nb::handle value, bool writable, TorchShape shape) {
   const Torch* torch = find(Py_TYPE(value.ptr()));
   if (torch == nullptr || Py_TYPE(value.ptr()) != torch->tensor) return std::nullopt;
   if (!is(value, torch->layout, torch->strided)) return std::nullopt;
@@ -112,15 +125,21 @@ std::optional<TensorView> plain_torch(nb::handle value, bool writable, TorchShap
   const auto dims = static_cast<std::size_t>(tensor.ndim);
   const bool fits = dims >= 1 && dims <= static_cast<std::size_t>(Extents::kMaxDims);
   if (shape == TorchShape::own && !fits) return std::nullopt;
+  const std::span<const std::int64_t> extents(tensor.shape, dims);
+  std::int64_t elements = 1;
+  for (const std::int64_t extent : extents) elements *= extent;
+  nb::object storage = answer(value, torch->untyped_storage);
+  // Of a storage that was resized the tensor still says that it has elements.
+  const std::int64_t held =
+      number(storage, torch->nbytes) / static_cast<std::int64_t>(size_of(*dtype));
+  if (elements > 0 && held < number(value, torch->storage_offset) + elements) return std::nullopt;
   if (writable && !answers_yes(value, torch->is_inference)) {
     call_with(torch->increment_version, value);
   }
   auto* data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
-  const std::span<const std::int64_t> extents(tensor.shape, dims);
-  if (shape == TorchShape::own) return TensorView(data, *dtype, Extents(extents));
-  std::int64_t elements = 1;
-  for (const std::int64_t extent : extents) elements *= extent;
-  return TensorView(data, *dtype, {elements});
+  const TensorView view = shape == TorchShape::own ? TensorView(data, *dtype, Extents(extents))
+                                                   : TensorView(data, *dtype, {elements});
+  return TorchMemory{view, std::move(storage)};
 }
 
 }  // namespace ferry::python

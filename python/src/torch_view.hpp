@@ -13,11 +13,18 @@ enum class TorchShape {
   own    // as torch has it, one to three dimensions
 };
 
+/// A tensor's elements, and torch's storage that holds them: whoever keeps it keeps the memory,
+/// whatever `set_`, `.data =` or `swap_tensors` do to the tensor meanwhile.
+struct TorchMemory {
+  TensorView view;
+  nanobind::object storage;
+};
+
 /// A torch tensor, if it is as plain as most are: dense, in CPU memory, of a dtype of Ferry's,
-/// without gradient or lazy sign. None: ferry/tensors.py has to look at it, as at those of a torch
-/// without DLPack's exchange table (before 2.10).
+/// without gradient or lazy sign, in a storage that holds it. None: ferry/tensors.py has to look at
+/// it, as at those of a torch without DLPack's exchange table (before 2.10).
 /// `writable`: autograd is told that the call writes over it.
-std::optional<TensorView> plain_torch(nanobind::handle value, bool writable,
-                                      TorchShape shape = TorchShape::flat);
+std::optional<TorchMemory> plain_torch(nanobind::handle value, bool writable,
+                                       TorchShape shape = TorchShape::flat);
 
 }  // namespace ferry::python

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,6 +52,69 @@ def test_results_are_freed_by_resizing(kind: str) -> None:
         storage.resize_(size)  # torch's memory from now on
         assert not group.is_registered(tensor.data_ptr())
         assert (tensor.fill_(1).float() == 1).all()
+
+    run_ranks(2, body, experts=EXPERTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kind", ["whole", "rows behind others", "columns", "shrunk"])
+def test_freed_tensors_are_refused(kind: str, dtype: torch.dtype) -> None:
+    whole = torch.ones(2 * TOKENS, HIDDEN).to(dtype)
+    x = {
+        "whole": whole,
+        "rows behind others": whole[TOKENS:],
+        "columns": whole.T[:HIDDEN],
+        "shrunk": whole,
+    }[kind]
+    left = TOKENS if kind == "shrunk" else 0
+    whole.untyped_storage().resize_(left)
+    words = f"got a tensor whose storage was resized to {left} bytes; expected at least"
+
+    def body(group: ferry.Group) -> None:
+        plan = group.plan(torch.zeros(len(x), 1, dtype=torch.int64))
+        with pytest.raises(ferry.InvalidArgumentError, match=f"dispatch: x: {words}"):
+            group.dispatch(x, plan)
+        group.dispatch(torch.ones(x.shape), plan)
+
+    run_ranks(1, body, experts=EXPERTS)
+    if kind != "columns":
+        with pytest.raises(ferry.InvalidArgumentError, match=words):
+            ferry.Collectives(ferry.threads(1)[0]).all_reduce(x)
+
+
+class Block(bytearray):
+    """Memory that can be watched."""
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "set_": lambda x: x.set_(),
+    ".data": lambda x: setattr(x, "data", torch.zeros(1)),
+    "swap_tensors": lambda x: torch.utils.swap_tensors(x, torch.zeros(1)),  # type: ignore[no-untyped-call]
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_call_on_a_stream_keeps_the_memory_that_it_reads(change: str) -> None:
+    changed = threading.Event()
+
+    def body(group: ferry.Group) -> None:
+        ids = torch.full((TOKENS, 1), (1 - group.rank) * EXPERTS // 2)
+        plan, stream = group.plan(ids), ferry.Stream()
+        if group.rank == 1:
+            assert changed.wait(30)
+        block = Block(TOKENS * HIDDEN * 4)
+        kept = weakref.ref(block)
+        x = torch.frombuffer(block, dtype=torch.float32).view(TOKENS, HIDDEN).fill_(group.rank)
+        received = group.dispatch(x, plan, stream=stream)
+        if group.rank == 0:
+            CHANGES[change](x)
+            del block
+            gc.collect()
+            alive = kept() is not None  # rank 1 has not come: nothing has been read
+            changed.set()
+            assert alive
+        stream.synchronize()
+        assert (received.x == 1 - group.rank).all()
 
     run_ranks(2, body, experts=EXPERTS)
 
