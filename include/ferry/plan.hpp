@@ -35,6 +35,11 @@ class Plan {
   /// order. Throws Error(unsupported) in groups on CPUs of more than 256 ranks, whose ranks know
   /// only what concerns them.
   Tensor rank_rows() const;
+  /// i32 [tokens, topk]: this rank's own routes; and i32 [recv_rows, topk]: those of the rows that
+  /// it receives, in local ids, −1 = not here, known after the first dispatch with the plan. Only
+  /// to be read, also when the group is destroyed. Error(unsupported) for groups on GPUs.
+  Tensor routes() const;
+  Tensor received_routes() const;
   /// Route slots that name each expert of this rank, [local experts].
   std::vector<std::int64_t> slots_per_expert() const;
   /// Rows of the expert-major output when every expert's block is padded to `alignment` rows.

@@ -50,6 +50,17 @@ void bind_plan(nb::module_& m) {
           "as a\ntensor that speaks DLPack. Only to be read. Of a plan on a CUDA stream nothing "
           "blocks: the "
           "numbers\ncome in the stream's order.")
+      .def(
+          "routes", [](const HeldPlan& p) { return to_python(without_gil_call<&Plan::routes>(p)); },
+          nb::sig("def routes(self) -> Tensor"),
+          "i32 [tokens, topk], this rank's own routes, as a tensor that speaks DLPack. Only to be "
+          "read. In CPU\nmemory alone, as the next.")
+      .def(
+          "received_routes",
+          [](const HeldPlan& p) { return to_python(without_gil_call<&Plan::received_routes>(p)); },
+          nb::sig("def received_routes(self) -> Tensor"),
+          "i32 [recv_rows, topk], local ids of the rows received, -1 = not here; after a dispatch "
+          "with the plan.")
       .def("slots_per_expert", &without_gil_call<&Plan::slots_per_expert>,
            "Route slots that name each expert of this rank, [local experts].")
       .def(

@@ -270,6 +270,23 @@ def test_cached_dispatch_and_two_plans(rng: np.random.Generator) -> None:
             same(got[at + 1], first.reference.gathered(first.x, r))
 
 
+def test_routes_of_a_plan(rng: np.random.Generator) -> None:
+    """Its own, and those of what it brought once a dispatch has; also when the group is gone."""
+    routes = [rng.integers(-1, 7, (tokens, 3)) for tokens in (5, 0, 9)]
+
+    def body(group: ferry.Group) -> Any:
+        mine = routes[group.rank]
+        plan = group.plan(mine)
+        with pytest.raises(ferry.InvalidArgumentError, match="no dispatch has used to its end"):
+            plan.received_routes()
+        received = group.dispatch(np.zeros((len(mine), 4), np.float32), plan)
+        return plan, np.array(received.topk_idx)
+
+    for mine, (plan, ids) in zip(routes, run_ranks(3, body, experts=7)):
+        assert np.array_equal(plan.routes().numpy(), mine)
+        assert np.array_equal(plan.received_routes().numpy(), ids)
+
+
 def test_context_memory_and_time() -> None:
     def body(group: ferry.Group) -> Any:
         hint = ferry.Group.memory_hint(experts=8, ranks=2, memory_bytes=1 << 20)

@@ -10,6 +10,29 @@
 
 namespace ferry {
 
+namespace {
+
+/// Numbers of a plan that its tensor shares. A tensor has no other way to say that its memory is
+/// only to be read.
+Tensor shared(const std::vector<std::int32_t>& numbers, const Extents& shape,
+              const std::shared_ptr<PlanState>& state) {
+  return {TensorView(const_cast<std::int32_t*>(numbers.data()), Dtype::i32, shape), state};
+}
+
+/// The state of a plan in CPU memory, after the counts are known; the group may be gone by now.
+PlanState& on_cpu(const Plan& plan, const char* caller) {
+  if (!plan) refuse(caller, "plan", "an empty one", "one that Group::plan returned");
+  PlanState& state = *Access::state(plan);
+  state.ready.wait(std::chrono::hours(24), state.on_wait);
+  if (state.rank_rows.data == nullptr) return state;
+  throw Error(ErrorKind::unsupported,
+              std::string(caller) +
+                  ": got a plan of a group on a GPU, whose routes stay there; "
+                  "expected one of a group in CPU memory");
+}
+
+}  // namespace
+
 PlanState& checked(const Plan& plan, const char* caller) {
   if (!plan) {
     throw Error(ErrorKind::invalid_argument,
@@ -82,11 +105,23 @@ Tensor Plan::rank_rows() const {
                       std::to_string(kMatrixRanks) +
                       "; use send_rows_per_rank and recv_rows_per_rank");
     }
-    // A tensor has no other way to say that its memory is only to be read.
-    auto* data = const_cast<std::int32_t*>(rows.data());
-    return {TensorView(data, Dtype::i32, {ranks, ranks}), state_};
+    return shared(rows, {ranks, ranks}, state_);
   }
   return {state.rank_rows, state_};
+}
+
+Tensor Plan::routes() const {
+  const PlanState& state = on_cpu(*this, "Plan::routes");
+  return shared(state.exchange.own.topk_idx, {state.tokens, state.topk}, state_);
+}
+
+Tensor Plan::received_routes() const {
+  const PlanState& state = on_cpu(*this, "Plan::received_routes");
+  if (!state.routes_known.load(std::memory_order_acquire)) {
+    refuse("Plan::received_routes", "plan", "one that no dispatch has used to its end",
+           "a dispatch");
+  }
+  return shared(state.routes.topk_idx, {state.exchange.recv_rows(), state.topk}, state_);
 }
 
 std::vector<std::int64_t> Plan::slots_per_expert() const {
