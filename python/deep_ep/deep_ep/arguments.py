@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deep_ep.errors import refuse, require
 from deep_ep.layout import ranks_of_tokens
+from ferry.tensors import storage_of
 
 _ROW_STEP_BYTES = 16
 _SCALES = (torch.float32, torch.int32)
@@ -25,13 +26,29 @@ _CARRIED = {  # by Ferry as they are
 }
 
 
+def rows_and_scales(call: str, x: Any) -> tuple[Any, Any]:
+    """The two parts of x; None for scales that are not there."""
+    if not isinstance(x, tuple):
+        return x, None
+    require(len(x) == 2, call, "x", f"a tuple of {len(x)}", "rows, or a tuple of rows and scales")
+    return x
+
+
+def check_memory(call: str, **tensors: Tensor | None) -> None:
+    """For what torch reads here: it would read what lies where the memory of a freed tensor was."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            storage_of(f"{call}: {name}", tensor)
+
+
 def check_rows(call: str, name: str, x: Any) -> None:
     """Rows that can travel: dense, of whole 16 bytes."""
-    if not isinstance(x, Tensor) or x.dim() != 2:
+    shape = x.shape if isinstance(x, Tensor) else ()
+    if len(shape) != 2:
         refuse(call, name, words(x), "a torch.Tensor of two dimensions, [rows, hidden]")
     if not x.is_contiguous():
         refuse(call, name, f"strides {x.stride()}", "a contiguous tensor")
-    row_bytes = x.shape[1] * x.element_size()
+    row_bytes = shape[1] * x.element_size()
     if row_bytes == 0 or row_bytes % _ROW_STEP_BYTES != 0:
         refuse(call, name, f"rows of {row_bytes} bytes", "a multiple of 16 bytes")
 
@@ -67,6 +84,7 @@ def check_layout(
         refuse(call, "is_token_in_rank", words(in_rank), f"torch.bool of shape {wanted}")
     if not isinstance(per_expert, Tensor) or per_expert.dim() != 1 or per_expert.numel() == 0:
         refuse(call, "num_tokens_per_expert", words(per_expert), "one dimension, [experts]")
+    check_memory(call, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
 
 
 def check_sent(call: str, in_rank: Tensor, topk_idx: Tensor, num_experts: int) -> None:
@@ -85,11 +103,9 @@ def check_sent(call: str, in_rank: Tensor, topk_idx: Tensor, num_experts: int) -
 
 def check_weights(call: str, topk_weights: Any, rows: int, slots: int | None) -> None:
     """f32 weights of rows; slots None: any number."""
-    good = isinstance(topk_weights, Tensor) and topk_weights.dim() == 2
-    good = good and topk_weights.dtype == torch.float32 and topk_weights.shape[0] == rows
-    if slots is not None:
-        good = good and topk_weights.shape[1] == slots
-    if not good:
+    good = isinstance(topk_weights, Tensor) and topk_weights.dtype == torch.float32
+    shape = topk_weights.shape if good else ()
+    if len(shape) != 2 or shape[0] != rows or slots not in (None, shape[1]):
         wanted = f"torch.float32 of shape ({rows}, {'K' if slots is None else slots})"
         refuse(call, "topk_weights", words(topk_weights), wanted)
 
@@ -109,16 +125,21 @@ def carried_scales(call: str, x: Tensor, scales: Any) -> Tensor:
     return carried if carried.dtype == torch.float32 else carried.view(torch.float32)
 
 
-def biases(call: str, x: Tensor, bias: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The two that combine adds."""
+def biases(call: str, x: Tensor, bias: Any, plan: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The two that combine adds to the sums of the plan's tokens."""
     if bias is None:
         return None, None
     both = bias if isinstance(bias, tuple) else (bias, None)
     good = len(both) == 2 and all(one is None or isinstance(one, Tensor) for one in both)
     require(good, call, "bias", words(bias), "a tensor or a tuple of two")
+    shape = (plan.tokens, x.shape[1])
     for one in both:
-        good = one is None or (one.dtype == x.dtype and one.is_contiguous())
-        require(good, call, "bias", words(one), f"a contiguous tensor of {x.dtype}")
+        if one is None:
+            continue
+        good = one.shape == shape and one.dtype == x.dtype and one.is_contiguous()
+        require(good, call, "bias", words(one), f"a contiguous tensor of {x.dtype}, shape {shape}")
+        require(one.device == x.device, call, "bias", one.device, f"{x.device}, as x")
+        check_memory(call, bias=one)
     return both
 
 

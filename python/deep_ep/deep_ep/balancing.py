@@ -10,6 +10,7 @@ from torch import Tensor
 
 import ferry
 import ferry.torch
+from deep_ep.arguments import check_memory
 from deep_ep.errors import require, require_integer
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.sizes import TMA_STEP
@@ -85,6 +86,7 @@ class Balancing:
         good = isinstance(mapping, Tensor) and mapping.dtype == torch.int32 and mapping.dim() == 2
         wanted = f"torch.int32 of shape ({self.num_ranks}, any)"
         require(good, call, "redundancy_mapping", getattr(mapping, "dtype", mapping), wanted)
+        check_memory(call, redundancy_mapping=mapping)
         event = event_of(previous)
         if event is not None:
             event.current_stream_wait()

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import ferry
+from deep_ep.arguments import check_memory
 from deep_ep.call import Call
 from deep_ep.errors import refuse, require
-from deep_ep.handles import Exchange, attach, prefix_of
+from deep_ep.handles import Exchange, InternodeHandle, IntranodeHandle, attach, prefix_of
 
 
 def routes_of(handle: Sequence[Any]) -> Tensor:
@@ -23,34 +24,42 @@ def routes_of(handle: Sequence[Any]) -> Tensor:
 
 def check_copies(call: str, handle: Sequence[Any], num_ranks: int) -> None:
     """What `routes_of` and `remade` read of a handle has the form that it has in one."""
+    check_memory(call, **{f"handle[{place}]": one for place, one in enumerate(handle)})
     marks = routes_of(handle)
     expected = f"the handle of a dispatch, whose is_token_in_rank is torch.bool [T, {num_ranks}]"
     good = marks.dtype == torch.bool and marks.shape[1:] == (num_ranks,)
     got = f"one with {marks.dtype} of shape {tuple(marks.shape)} there"
     require(good, call, "handle", got, expected)
     told, source = _told(handle)
-    good = told.dtype == torch.int32 and source.dim() > 0 and handle[1].dim() == 2
+    dims = 1 if len(handle) == 6 else 2
+    good = told.dtype == torch.int32 and source.dim() == dims and handle[1].dim() == 2
     require(good, call, "handle", "one whose other tensors are of other forms", expected)
 
 
 def remade(call: Call, handle: Sequence[Any], group: ferry.Group, plan: ferry.Plan) -> Exchange:
     """The exchange of such a handle, whose plan was made anew out of `routes_of`. That must be what
     the dispatch did, or rows would be taken for those of other tokens."""
-    told, source = _told(handle)
-    with call.turn.context(told):
+    source, exact = _told(handle)[1], plan.recv_rows()
+    rows, channels = source.shape[0], handle[1].shape[-1]
+    exchange = Exchange(group, plan, channels, rows, worst_case=rows != exact, sums=exact)
+    kind = IntranodeHandle if len(handle) == 6 else InternodeHandle
+    with call.turn.context(*(one for one in handle if one.is_cuda)):
         prefix = prefix_of(plan)
-        found = prefix if len(handle) == 6 else prefix[:, group.rank]
-        agrees = torch.equal(told.to(found.device), found)
+        source = source if len(handle) == 6 else source[:, 0]
+        there = [one.to(prefix.device) for one in (source, routes_of(handle))]
+        made = kind.of(exchange, prefix, *there)
+        agrees = all(
+            one.dtype == own.dtype and torch.equal(one.to(prefix.device), own)
+            for one, own in zip(handle, made)
+        )
     if not agrees:
         refuse(
             call.name,
             "handle",
-            "copies of tensors whose is_token_in_rank does not say what that dispatch sent",
+            "copies of tensors that are not those of a dispatch that sent what is_token_in_rank "
+            "says",
             "one whose dispatch had topk_idx and what get_dispatch_layout makes of it",
         )
-    exact, rows = plan.recv_rows(), source.shape[0]
-    channels = handle[1].shape[-1]
-    exchange = Exchange(group, plan, channels, rows, worst_case=rows != exact, sums=exact)
     attach(handle, exchange)
     return exchange
 

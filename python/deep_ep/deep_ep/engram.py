@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deep_ep.agreement import require_same
-from deep_ep.arguments import words
+from deep_ep.arguments import check_memory, words
 from deep_ep.call import column_major
 from deep_ep.errors import refuse, require, require_integer
 from deep_ep.gradients import without_gradients
@@ -85,6 +85,7 @@ class Tables:
             found = found.view(tokens, numbers.shape[1] * form.hidden)
         gathered = None
         if factor is not None:
+            check_memory(call, sf=factor)
             width = numbers.shape[1] * form.num_sf_packs
             gathered = factor[flat.long().to(factor.device)].view(tokens, width)
             if col_major:
@@ -181,6 +182,7 @@ def _numbers(call: str, indices: Any, dims: tuple[int, ...]) -> Tensor:
     good = isinstance(indices, Tensor) and indices.dtype == torch.int32 and indices.dim() in dims
     expected = f"torch.int32 of {' or '.join(map(str, dims))} dimensions"
     require(good, call, "indices", words(indices), expected)
+    check_memory(call, indices=indices)
     found: Tensor = indices
     return found
 
@@ -210,6 +212,7 @@ def check_written(
     good = good and tuple(storage.shape) == (form.entries, form.hidden)
     expected = f"{form.dtype} of shape ({form.entries}, {form.hidden})"
     require(good, call, "storage", words(storage), expected)
+    check_memory(call, storage=storage)
     one_byte = form.dtype.itemsize == 1
     given = f"{'no' if factor is None else 'some'} beside entries of {form.dtype}"
     expected = "scaling factors for entries of one byte, and for no others"

@@ -18,6 +18,7 @@ from deep_ep.borrowed import tensor_of
 from deep_ep.errors import refuse
 from deep_ep.event import EventHandle
 from deep_ep.handles import Exchange, prefix_of
+from ferry.tensors import TORCH, array
 from ferry.torch import record_stream
 
 
@@ -25,27 +26,32 @@ class Arrived:
     """What a dispatch of Ferry's says of the rows that it brought: tensors of torch once somebody
     looks, only to be read."""
 
-    def __init__(self, raw: Any) -> None:
-        self._raw = (raw.topk_idx, raw.slot_rows, raw.source_token)
+    def __init__(self, raw: Any, plan: ferry.Plan, expanded: bool, on_gpu: bool) -> None:
+        """In CPU memory the plan has the ids; those of the result are the caller's."""
+        self._ids = raw.topk_idx if on_gpu else plan
+        self._slots = raw.slot_rows if expanded else None
+        self._source_token = raw.source_token
 
     @cached_property
     def topk_idx(self) -> Tensor:
         """i64 [n, K], local ids."""
-        return tensor_of(self._raw[0])
-
-    def keep(self, topk_idx: Tensor) -> None:
-        """A copy of these, whose memory is given away."""
-        self.__dict__["topk_idx"] = topk_idx.clone()
+        if not isinstance(self._ids, ferry.Plan):
+            return tensor_of(self._ids)
+        known: Tensor = array(self._ids.received_routes(), TORCH)
+        rows = self.source_token.shape[0]
+        whole = torch.full((rows, known.shape[1]), -1, dtype=torch.int64)
+        whole[: len(known)] = known
+        return whole
 
     @cached_property
     def slot_rows(self) -> Tensor | None:
         """i64 [n, K], expert-major only."""
-        return None if self._raw[1] is None else tensor_of(self._raw[1])
+        return None if self._slots is None else tensor_of(self._slots)
 
     @cached_property
     def source_token(self) -> Tensor:
         """i32 [n]."""
-        return tensor_of(self._raw[2])
+        return tensor_of(self._source_token)
 
 
 class EPHandle:
@@ -106,7 +112,7 @@ class EPHandle:
     ) -> None:
         given = dict(locals())
         del given["self"]
-        self.__dict__.update(given)
+        self.__dict__.update(given, ids_dtype=topk_idx.dtype)
         self.cached_recv_src_metadata_before_sort: Tensor | None = None
         # Put together anew from the fields of one: known by the memory of this one.
         origin = getattr(recv_src_metadata.untyped_storage(), "_ferry_origin", None)
@@ -115,9 +121,10 @@ class EPHandle:
 
     @classmethod
     def of(cls, exchange: Exchange, settings: dict[str, Any], arrived: Arrived) -> EPHandle:
-        """settings: the first six fields. What has arrived must be ready on the current stream."""
+        """settings: the first six fields, which are the handle's from here on; without topk_idx the
+        plan's own show it. What has arrived must be ready on the current stream."""
         self = cls.__new__(cls)
-        fields = self.__dict__ = dict(settings)
+        fields = self.__dict__ = settings
         fields["token_metadata_at_forward"] = fields["channel_linked_list"] = None
         fields["cached_recv_src_metadata_before_sort"] = None
         fields["_exchange"], fields["arrived"], fields["_ready"] = exchange, arrived, None
@@ -159,6 +166,11 @@ def exchange_of(call: str, handle: Any) -> Exchange:
         refuse(call, "handle", type(handle).__name__, "the EPHandle of a dispatch")
     exchange: Exchange = found
     return exchange
+
+
+def _own_routes(handle: EPHandle) -> Tensor:
+    found: Tensor = array(handle._exchange.plan.routes(), TORCH)
+    return found.to(handle.__dict__["ids_dtype"], copy=True)
 
 
 def _from_ranks(handle: EPHandle) -> Tensor:
@@ -256,6 +268,7 @@ def worst_rows(ranks: int, most: int, topk: int, local_experts: int, alignment: 
 
 
 _FIELDS: dict[str, Callable[[EPHandle], Any]] = {
+    "topk_idx": _own_routes,
     "psum_num_recv_tokens_per_scaleup_rank": _from_scaleup_ranks,
     "psum_num_recv_tokens_per_expert": _of_experts,
     "num_unaligned_recv_tokens_per_expert": _unaligned,

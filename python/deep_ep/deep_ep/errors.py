@@ -18,7 +18,10 @@ def require(condition: bool, call: str, argument: str, got: object, expected: st
 
 
 def require_integer(call: str, argument: str, value: Any, least: int | None, expected: str) -> int:
-    """Of anything that is an integer, as NumPy's are, and not below `least`; None: any."""
+    """Of anything that is an integer, as NumPy's are, but no bool, and not below `least`; None:
+    any."""
+    if isinstance(value, bool):
+        refuse(call, argument, value, expected)
     try:
         number = operator.index(value)
     except TypeError:

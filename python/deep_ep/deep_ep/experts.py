@@ -186,7 +186,7 @@ class Experts(Regroups, Communicating):
 
     def _dispatch(self, x: Any, routes: Routes, num_sms: int, num_qps: int, when: When) -> Any:
         call = "dispatch"
-        rows, scales = x if isinstance(x, tuple) else (x, None)
+        rows, scales = arguments.rows_and_scales(call, x)
         arguments.check_rows(call, "x", rows)
         carried = None if scales is None else arguments.carried_scales(call, rows, scales)
         if routes.do_zero_padding and not routes.do_expand:
@@ -199,11 +199,12 @@ class Experts(Regroups, Communicating):
             _check_cached(routes, cached, rows)
             settings = cached.__dict__
         if routes.topk_weights is not None:
-            shape = settings["topk_idx"].shape
+            plan = None if cached is None else exchange.plan
+            shape = routes.topk_idx.shape if plan is None else (plan.tokens, plan.topk)
             arguments.check_weights(call, routes.topk_weights, *shape)
         self._check_qps(call, num_qps)
         turn = self._turn(call, when, rows)
-        sms = num_sms or settings["num_sms"]
+        sms = _whole(call, "num_sms", num_sms, 0) or settings["num_sms"]
         how: dict[str, Any] = {"stream": turn.stream, "num_sms": sms, "scales": carried}
         if routes.do_expand:
             how["order"], how["alignment"] = "expert_major", settings["expert_alignment"]
@@ -211,16 +212,16 @@ class Experts(Regroups, Communicating):
         under = Call(call, turn, 0, how)
         sent = arguments.carried_rows(rows)
         if cached is None:
-            exchange, received = self._first(under, sent, routes, settings)
-        else:
-            received = exchange.group.dispatch(
-                sent,
-                exchange.plan,
-                topk_weights=routes.topk_weights,
-                max_recv_rows=exchange.max_recv_rows,
-                **how,
-            )
-        return self._received(under, received, exchange, routes, settings, (rows.dtype, scales))
+            return self._first(under, sent, routes, settings, (rows.dtype, scales))
+        received = exchange.group.dispatch(
+            sent,
+            exchange.plan,
+            topk_weights=routes.topk_weights,
+            max_recv_rows=exchange.max_recv_rows,
+            **how,
+        )
+        x = with_scales(received, rows.dtype, scales)
+        return self._received(under, received, cached, routes, x)
 
     def _settings(self, routes: Routes, rows: Tensor, num_sms: int) -> dict[str, Any]:
         """The handle's fields that the arguments say."""
@@ -248,14 +249,20 @@ class Experts(Regroups, Communicating):
             "expert_alignment": _whole(call, "expert_alignment", step, 1),
             "num_max_tokens_per_rank": most,
             "num_sms": sms or self._sms_of(experts, min(topk, experts)),
-            "topk_idx": ids,
+            "ids_dtype": ids.dtype,
         }
 
     def _first(
-        self, call: Call, sent: Tensor, routes: Routes, settings: dict[str, Any]
-    ) -> tuple[Exchange, Any]:
-        """A dispatch of new routes."""
-        ids, exact = settings["topk_idx"], routes.do_cpu_sync is None or routes.do_cpu_sync
+        self,
+        call: Call,
+        sent: Tensor,
+        routes: Routes,
+        settings: dict[str, Any],
+        given: tuple[torch.dtype, Tensor | None],
+    ) -> Any:
+        """A dispatch of new routes. given: dtype and scales of x."""
+        ids, exact = routes.topk_idx, routes.do_cpu_sync is None or routes.do_cpu_sync
+        assert ids is not None
         group = self._group_for(settings["num_experts"], sent.device)
         most, worst = settings["num_max_tokens_per_rank"], 0
         if not exact:
@@ -267,44 +274,41 @@ class Experts(Regroups, Communicating):
         received = group.dispatch(
             sent, topk_idx=ids, topk_weights=routes.topk_weights, max_recv_rows=worst, **call.how
         )
-        assert received.plan is not None
-        captured = sent.is_cuda and torch.cuda.is_current_stream_capturing()
-        x = received.raw.x
-        assert x is not None
-        plan, rows = received.plan, x.shape[0]
-        return Exchange(group, plan, 0, rows, worst_case=not exact, captured=captured), received
+        on_gpu, plan = sent.is_cuda, received.plan
+        assert plan is not None
+        captured = on_gpu and torch.cuda.is_current_stream_capturing()
+        x = with_scales(received, *given)
+        rows = len(x[0]) if isinstance(x, tuple) else len(x)
+        exchange = Exchange(group, plan, 0, rows, worst_case=not exact, captured=captured)
+        if not routes.do_handle_copy:
+            settings["topk_idx"] = ids
+        elif on_gpu:  # in CPU memory the plan has them
+            with call.turn.context(ids):
+                settings["topk_idx"] = ids.clone()
+        arrived = Arrived(received.raw, plan, routes.do_expand, on_gpu)
+        handle = EPHandle.of(exchange, settings, arrived)
+        return self._received(call, received, handle, routes, x)
 
-    def _received(
-        self,
-        call: Call,
-        received: Any,
-        exchange: Exchange,
-        routes: Routes,
-        settings: dict[str, Any],
-        sent: tuple[torch.dtype, Tensor | None],
-    ) -> Any:
-        handle, topk_idx, raw = routes.handle, settings["topk_idx"], received.raw
+    def _received(self, call: Call, received: Any, handle: EPHandle, routes: Routes, x: Any) -> Any:
+        """What the call returns. x: the rows, with their scales if there are any."""
+        raw = received.raw
         weights = found_ids = None
         if routes.topk_weights is not None:
             weights = tensor_of(raw.row_weights if routes.do_expand else raw.topk_weights)
-        with call.turn.context(topk_idx, routes.stats):
-            if handle is None:
-                if routes.do_handle_copy:
-                    settings["topk_idx"] = topk_idx.clone()
-                handle = EPHandle.of(exchange, settings, Arrived(raw))
+        turn = call.turn
+        with turn.context(routes.stats):
             if not routes.do_expand:
-                found_ids = _own_ids(handle, raw, topk_idx.dtype, routes.handle is None)
+                found_ids = _own_ids(raw, handle.__dict__["ids_dtype"])
             if routes.stats is not None:
-                self._count(routes.stats, handle.arrived.topk_idx, exchange)
-        x = with_scales(received, *sent)
-        if routes.col_major_scales and sent[1] is not None:
-            with call.turn.context():
+                self._count(routes.stats, handle.arrived.topk_idx, handle._exchange)
+            if routes.col_major_scales and isinstance(x, tuple):
                 x = (x[0], column_major(x[1]))
-        if call.turn.stream is None:
-            return x, found_ids, weights, handle, call.turn.end()
+        if turn.stream is None:
+            return x, found_ids, weights, handle, turn.end()
         names = ("x", "scales", "topk_weights", "topk_idx", "source_token", "slot_rows")
-        made = (weights, found_ids, settings["topk_idx"], x[1] if isinstance(x, tuple) else None)
-        event = call.end(exchange.group, received, names, made)
+        kept = handle.__dict__.get("topk_idx")
+        made = (weights, found_ids, kept, x[1] if isinstance(x, tuple) else None)
+        event = call.end(handle._exchange.group, received, names, made)
         if routes.handle is None:
             handle.after(event.event)
         return x, found_ids, weights, handle, event
@@ -314,6 +318,7 @@ class Experts(Regroups, Communicating):
         good = isinstance(stats, Tensor) and stats.shape == (local,) and stats.dtype == torch.int32
         name = "cumulative_local_expert_recv_stats"
         require(good, "dispatch", name, arguments.words(stats), f"torch.int32 of shape ({local},)")
+        arguments.check_memory("dispatch", **{name: stats})
         stats.add_(ferry.torch.expert_rows(ids, local))
 
     def _combine(
@@ -333,7 +338,7 @@ class Experts(Regroups, Communicating):
         exchange = exchange_of(call, handle)
         if x.shape[0] != exchange.rows:
             refuse(call, "x", f"{x.shape[0]} rows", f"{exchange.rows}, as dispatch gave")
-        both = arguments.biases(call, x, bias)
+        both = arguments.biases(call, x, bias, exchange.plan)
         self._check_qps(call, num_qps)
         sms = _whole(call, "num_sms", num_sms, 0) or handle.num_sms
         turn = self._turn(call, when, x)
@@ -342,6 +347,8 @@ class Experts(Regroups, Communicating):
         # is allowed, and those whose biases are there when the caller waits.
         apart = handle.do_expand and not self.allow_multiple_reduction
         apart = apart or (defer and both != (None, None))
+        if apart:
+            arguments.check_memory(call, x=x)
         weights = topk_weights
         with turn.context(x, topk_weights, *(both if apart else ())):
             if handle.do_expand:
@@ -397,22 +404,17 @@ def _check_cached(routes: Routes, handle: EPHandle, rows: Tensor) -> None:
             given = getattr(routes, name)
             if given is not None and given != known[name]:
                 refuse(call, name, given, f"{known[name]}, as of the handle")
-    tokens = known["topk_idx"].shape[0]
+    tokens = known["_exchange"].plan.tokens
     if rows.shape[0] != tokens:
         refuse(call, "x", f"{rows.shape[0]} rows", f"{tokens}, as of the handle")
 
 
-def _own_ids(handle: EPHandle, raw: Any, dtype: torch.dtype, new: bool) -> Tensor:
-    """recv_topk_idx, which the caller may write to. In CPU memory every dispatch makes it anew; the
-    handle of a new one then keeps a copy."""
+def _own_ids(raw: Any, dtype: torch.dtype) -> Tensor:
+    """recv_topk_idx, which the caller may write to: in CPU memory every dispatch makes it anew."""
     made = tensor_of(raw.topk_idx)
     if made.dtype != dtype:
         return made.to(dtype)
-    if made.is_cuda:
-        return made.clone()
-    if new:
-        handle.arrived.keep(made)
-    return made
+    return made.clone() if made.is_cuda else made
 
 
 def _check_row_weights(exchange: Exchange, weights: Any) -> None:

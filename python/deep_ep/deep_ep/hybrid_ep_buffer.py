@@ -169,6 +169,7 @@ class HybridEPBuffer(HybridExchange):
             good = tuple(probs.shape) == wanted and probs.dtype == torch.float32
             expected = f"torch.float32 of shape {wanted}"
             require(good, "combine", "probs", arguments.words(probs), expected)
+            arguments.check_memory("combine", probs=probs)
             own = probs[:, self._own_columns(local)]
             weights = torch.where(ids >= 0, own.gather(1, ids.clamp(min=0)), 0.0)
         return self._bring_back("combine", hidden, weights, kept)

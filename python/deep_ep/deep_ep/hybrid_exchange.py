@@ -49,6 +49,10 @@ class HybridExchange(BufferBase):
         handle."""
         name = call.name
         arguments.check_rows(name, "hidden", hidden)
+        topk_idx, topk_weights, _, probs, bits = given
+        read = {"topk_idx": topk_idx, "topk_weights": topk_weights, "probs": probs}
+        read |= {"routing_map": bits, "scaling_factor": scaling_factor}
+        arguments.check_memory(name, **read)
         sent = arguments.carried_rows(hidden)
         beside = scaling_factor if hidden.element_size() != 1 else None
         scales = None

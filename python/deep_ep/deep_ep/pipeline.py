@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import ferry
+from deep_ep.arguments import check_memory
 from deep_ep.errors import refuse, require, require_integer
 from deep_ep.gradients import without_gradients
 from deep_ep.groups import Groups
@@ -70,6 +71,7 @@ class Pipeline:
         require(
             good, call, "x", got, "a dense tensor in CPU memory: GPUs send none to each other yet"
         )
+        check_memory(call, x=x)
         size = x.numel() * x.element_size()
         require(0 < size <= self._most, call, "x", f"{size} bytes", f"1 to {self._most}")
         near = {(self._rank + 1) % self._size, (self._rank - 1) % self._size}

@@ -70,6 +70,7 @@ class Throughput:
         """
         call = "get_dispatch_layout"
         arguments.check_routes(call, topk_idx)
+        arguments.check_memory(call, topk_idx=topk_idx)
         num_experts = require_integer(call, "num_experts", num_experts, 1, "at least 1")
         when = (previous_event, async_finish, allocate_on_comm_stream)
         turn = Turn(call, self.runtime, topk_idx.device, *when)
@@ -115,7 +116,7 @@ class Throughput:
         local expert ([] with num_worst_tokens), the handle and the event. Rows come in ascending
         source rank, then token. With a handle the middle four are None.
         """
-        rows, scales = x if isinstance(x, tuple) else (x, None)
+        rows, scales = arguments.rows_and_scales("dispatch", x)
         arguments.check_rows("dispatch", "x", rows)
         dtype, sent = rows.dtype, arguments.carried_rows(rows)
         carried = None if scales is None else arguments.carried_scales("dispatch", rows, scales)
@@ -220,7 +221,9 @@ class Throughput:
         if topk_weights is not None:
             arguments.check_weights(call.name, topk_weights, exchange.rows, None)
             apart = topk_weights.shape[1] != exchange.plan.topk
-        bias0, bias1 = arguments.biases(call.name, x, bias)
+            if apart:
+                arguments.check_memory(call.name, topk_weights=topk_weights)
+        bias0, bias1 = arguments.biases(call.name, x, bias, exchange.plan)
         combined = exchange.group.combine(
             exchange.cut(x),
             exchange.plan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import elastic_bodies as bodies
@@ -12,6 +13,7 @@ from rank_buffers import ThreadComm, run_buffers, run_ranks
 from reference import make_job
 
 import deep_ep
+import ferry
 from deep_ep.errors import EPException
 
 SIZES = (1, 2, 4, 8)
@@ -31,7 +33,8 @@ def test_what_v25_adds(body: Any, size: int) -> None:
     run_buffers(size, lambda buffer: body(buffer, "cpu"), **EP)
 
 
-def test_every_argument_of_the_constructor() -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_every_argument_of_the_constructor(size: int) -> None:
     some = {
         "num_bytes": 4 * MIB,
         "num_max_tokens_per_rank": MOST,
@@ -65,7 +68,7 @@ def test_every_argument_of_the_constructor() -> None:
             buffer.destroy()
             assert buffer.runtime is None and buffer.main_context is None
 
-    run_ranks(2, body)
+    run_ranks(size, body)
 
 
 def test_plans() -> None:
@@ -109,6 +112,33 @@ def test_wrong_dispatches(given: dict[str, Any], words: str) -> None:
             buffer.barrier(context_idx=1)
 
     run_buffers(1, body, **EP)
+
+
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("defer", [False, True])
+def test_wrong_biases(expand: bool, defer: bool) -> None:
+    """Also where they are added here, by torch, which would take any shape."""
+
+    def body(buffer: Any) -> None:
+        job = make_job(1)
+        x = job.x[0]
+        rows, _, _, handle, _ = dispatched(buffer, "cpu", job, x, do_expand=expand)
+        how = {"async_with_compute_stream": True, "defer_epilogue": defer}
+        gone = x.clone()
+        gone.untyped_storage().resize_(0)
+        wanted = re.escape(f"expected a contiguous tensor of torch.bfloat16, shape {(13, 64)}")
+        for bias, words in (
+            (x[:1], wanted),
+            ((None, x[:, :1].contiguous()), wanted),
+            ((x, x.float()), wanted),
+            (x.to("meta"), "bias: got meta; expected cpu"),
+            (gone, "bias: got a tensor whose storage was resized to 0 bytes"),
+        ):
+            with pytest.raises((EPException, ferry.InvalidArgumentError), match=words):
+                buffer.combine(rows, handle, bias=bias, **how)
+        assert buffer.combine(rows, handle, bias=x, **how) is not None
+
+    run_buffers(1, body, **EP, allow_multiple_reduction=False)
 
 
 def test_wrong_regions() -> None:

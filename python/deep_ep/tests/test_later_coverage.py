@@ -38,7 +38,7 @@ TESTS: tuple[Any, ...] = (
     lambda: test_ep.test_wrong_dispatches({"do_handle_copy": True}, "do_handle_copy"),
     lambda: test_elastic.test_every_argument_of_the_constructor(2),
     test_elastic.test_size_hints,
-    test_ep.test_every_argument_of_the_constructor,
+    lambda: test_ep.test_every_argument_of_the_constructor(2),
     test_ep.test_plans,
     test_bucket.test_several_groups_share_the_storage,
     test_bucket.test_what_is_refused,

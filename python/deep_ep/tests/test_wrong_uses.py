@@ -49,6 +49,7 @@ def wrong_calls(buffer: Any) -> dict[str, Any]:
         "no experts": get_layout(idx, 0),
         "None for experts": get_layout(idx, None),
         "half an expert": get_layout(idx, 16.5),
+        "True for experts": get_layout(idx, True),
         "the communication stream without an event": get_layout(
             idx, 16, async_finish=True, allocate_on_comm_stream=True
         ),
@@ -65,6 +66,19 @@ def wrong_calls(buffer: Any) -> dict[str, Any]:
         "a handle of other tensors": combine(handle=(torch.zeros(1),) * 6),
         "ten other tensors": combine(handle=(torch.zeros(1),) * 10),
         "a handle in another order": combine(handle=tuple(handle)[::-1]),
+        "a handle of zeros": combine(handle=tuple(torch.zeros_like(one) for one in handle)),
+        "a handle of freed copies": combine(handle=tuple(freed(one) for one in handle)),
+        "freed routes": get_layout(freed(idx), 16),
+        "freed marks": dispatch(is_token_in_rank=freed(in_ranks)),
+        "freed experts": dispatch(
+            topk_idx=None, topk_weights=None, num_tokens_per_expert=freed(per_expert)
+        ),
+        "freed rows": dispatch(freed(x)),
+        "rows behind others that were freed": dispatch(freed(torch.cat((x, x)), len(x))),
+        "a freed bias": combine(bias=freed(x)),
+        "freed weights of other slots": combine(topk_weights=freed(got[2][:, :2].contiguous())),
+        "rows alone in a tuple": dispatch((x,)),
+        "rows and two scales": dispatch((x.to(E4M3), torch.ones(len(x), 1), torch.ones(1))),
         "a handle of numbers": combine(handle=(*[torch.tensor(1)] * 4, in_ranks, torch.tensor(1))),
         "x of one dimension": dispatch(x[:, 0]),
         "x that is no tensor": dispatch(x.tolist()),
@@ -111,6 +125,13 @@ def wrong_calls(buffer: Any) -> dict[str, Any]:
         "three biases": combine(bias=(x, x, x)),
         "bias that is no tensor": combine(bias=3.0),
     }
+
+
+def freed(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """A copy, or its rows from the first on, whose memory is gone, as programs free tensors."""
+    copy = tensor.clone()[first:]
+    copy.untyped_storage().resize_(0)
+    return copy
 
 
 def of_other_tokens(in_ranks: torch.Tensor) -> torch.Tensor:

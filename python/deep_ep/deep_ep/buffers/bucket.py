@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import ferry
+from deep_ep.arguments import check_memory
 from deep_ep.buffers.allocator import BufferAllocator, planned_bytes
 from deep_ep.buffers.base import BufferBase, bootstrap_of
 from deep_ep.errors import refuse, require
@@ -223,6 +224,7 @@ class BucketBuffer(BufferBase):
             good = dst.is_contiguous() and dst.numel() * dst.element_size() == size * bytes_of_src
             got = f"{dst.numel() * dst.element_size()} bytes"
             require(good, call, "dsts", got, f"a dense tensor of {size * bytes_of_src} bytes")
+            check_memory(call, dsts=dst)
             if self._inside(dst):
                 return dst.view(-1).view(src.dtype), None
         elif self._inside(src):
@@ -249,6 +251,7 @@ class BucketBuffer(BufferBase):
         require(tensor.numel() > 0, call, "srcs", "an empty tensor", "at least one element")
         good = tensor.is_contiguous() or not self._inside(tensor)
         require(good, call, "srcs", f"strides {tensor.stride()}", "a dense tensor of the storage")
+        check_memory(call, srcs=tensor)
 
     def _inside(self, tensor: Tensor) -> bool:
         begin: int = tensor.data_ptr() - self.storage.data_ptr()
