@@ -50,47 +50,75 @@ def cuda_include(root: Path) -> Path | None:
     return next((folder for folder in folders if (folder / "cuda_runtime_api.h").exists()), None)
 
 
-def needs_cuda(root: Path, header: Path) -> bool:
-    """True when the header reaches one of CUDA's, itself or by another of ours."""
-    seen: set[Path] = set()
-    waiting = [root / header]
+def included(root: Path, header: Path) -> tuple[set[Path], set[str]]:
+    """Headers of ours that the header reaches, itself or by another of ours, and names of others."""
+    ours: set[Path] = set()
+    others: set[str] = set()
+    waiting = [header]
     while waiting:
-        text = waiting.pop().read_text(encoding="utf-8")
+        text = (root / waiting.pop()).read_text(encoding="utf-8")
         for name in re.findall(r'^#include ["<](.+)[">]', text, re.MULTILINE):
-            if re.match(r"cuda[^/]*\.h$", name):
-                return True
-            for ours in (root / "src" / name, root / "tools/ferry" / name):
-                if ours.exists() and ours not in seen:
-                    seen.add(ours)
-                    waiting.append(ours)
-    return False
+            places = [Path(top) / name for top in ("include", "src", "tools/ferry", "python/src")]
+            found = next((place for place in places if (root / place).exists()), None)
+            if found is None:
+                others.add(name)
+            elif found not in ours:
+                ours.add(found)
+                waiting.append(found)
+    return ours, others
 
 
-def compile_alone(root: Path, header: Path) -> str:
-    """Empty if the header compiles alone, else what the compiler said."""
-    compiler = os.environ.get("CXX", "g++")
-    include = ["-I", "include"]
+def options(root: Path, header: Path, cuda: Path | None) -> tuple[str, ...]:
+    """Of the compiler, for one header."""
+    flags = [*FLAGS, "-I", "include"]
     if header.parts[0] != "include":  # a public header must do without ours
-        include += ["-I", "src"]
+        flags += ["-I", "src"]
     if header.parts[:2] == ("tools", "ferry"):
-        include += ["-I", "tools/ferry"]
+        flags += ["-I", "tools/ferry"]
     if header.parts[:2] == ("python", "src"):
-        include += ["-I", "python/src", *python_flags()]
-    cuda = cuda_include(root)
+        flags += ["-I", "python/src", *python_flags()]
     if cuda is not None:
-        include += [f"-isystem{cuda}"]
-    elif needs_cuda(root, header):
-        return ""
-    source = f'#include "{(root / header).as_posix()}"\n'
+        flags += [f"-isystem{cuda}"]
+    return tuple(flags)
+
+
+def rows(before: dict[Path, set[Path]]) -> list[list[Path]]:
+    """The headers in few rows: `before` has those that may stand before each in its row.
+
+    As few as there can be: a largest matching of headers with those after them."""
+    after: dict[Path, Path] = {}
+
+    def match(header: Path, seen: set[Path]) -> bool:
+        for earlier in sorted(before[header] - seen):
+            seen.add(earlier)
+            if earlier not in after or match(after[earlier], seen):
+                after[earlier] = header
+                return True
+        return False
+
+    firsts = [header for header in before if not match(header, set())]
+    made = []
+    for header in firsts:
+        made.append([header])
+        while made[-1][-1] in after:
+            made[-1].append(after[made[-1][-1]])
+    return made
+
+
+def compile_row(root: Path, row: list[Path], flags: tuple[str, ...]) -> str:
+    """Empty if each header of a row compiles alone, else what the compiler said."""
+    compiler = os.environ.get("CXX", "g++")
     done = subprocess.run(
-        [compiler, *FLAGS, *include, "-x", "c++", "-"],
+        [compiler, *flags, "-x", "c++", "-"],
         cwd=root,
-        input=source,
+        input="".join(f'#include "{(root / header).as_posix()}"\n' for header in row),
         capture_output=True,
         text=True,
         check=False,
     )
-    return "" if done.returncode == 0 else f"{header} does not compile alone:\n{done.stderr}"
+    if done.returncode == 0:
+        return ""
+    return f"{' or '.join(map(str, row))} does not compile alone:\n{done.stderr}"
 
 
 def is_proved_by_its_source(root: Path, header: Path) -> bool:
@@ -115,10 +143,24 @@ def headers(root: Path) -> list[Path]:
 
 
 def check(root: Path) -> list[str]:
-    """What is wrong, one entry for each header that does not compile alone."""
+    """What is wrong, one entry for each row of headers with one that does not compile alone.
+
+    Of headers that include each other one compilation is enough: what stands before a header is
+    what it includes itself."""
+    cuda = cuda_include(root)
+    alike: dict[tuple[str, ...], dict[Path, set[Path]]] = {}
+    for header in headers(root):
+        ours, others = included(root, header)
+        if cuda is not None or not any(re.match(r"cuda[^/]*\.h$", name) for name in others):
+            alike.setdefault(options(root, header, cuda), {})[header] = ours
+    work = [
+        (row, flags)
+        for flags, reached in alike.items()
+        for row in rows({header: ours & reached.keys() for header, ours in reached.items()})
+    ]
     jobs = int(os.environ.get("JOBS", os.cpu_count() or 2))
     with ThreadPoolExecutor(jobs) as pool:
-        answers = pool.map(lambda header: compile_alone(root, header), headers(root))
+        answers = pool.map(lambda item: compile_row(root, *item), work)
         return [answer for answer in answers if answer]
 
 
