@@ -34,6 +34,8 @@ export CCACHE_DIR ?= $(CURDIR)/build/ccache
 export CCACHE_BASEDIR ?= $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 export CCACHE_SLOPPINESS ?= pch_defines,time_macros
+# What a file includes is what its compilation says: not preprocessed once more to see.
+export CCACHE_DEPEND ?= 1
 
 PYTHON_VENV := .venv/bin/python
 # What the Python package is made of: when one is newer than the stamp, it is built anew.
