@@ -163,7 +163,6 @@ def build_cuda() -> Result:
     targets = (
         "ferry_library",
         "src/fabric/cuda/all",
-        "src/cuda/all",
         "tests/cuda/all",
         "conformance_cuda",
     )
