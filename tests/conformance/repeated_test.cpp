@@ -11,7 +11,7 @@ class Repeated : public OnFabric {};
 FERRY_ON_EVERY_FABRIC(Repeated);
 
 int repetitions() {
-  return sanitized() ? 200 : 1000;
+  return sanitized() ? 50 : 1000;
 }
 
 /// A case that differs from the last in routes, sizes, order and values, on the same group.

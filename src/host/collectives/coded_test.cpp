@@ -32,7 +32,7 @@ std::int64_t round_of(const Domains& domains) {
 }
 
 /// Like gradients: of another size in each part.
-std::vector<Floats> inputs_of(std::int64_t count, int ranks, unsigned seed) {
+std::vector<Floats> gradients_of(std::int64_t count, int ranks, unsigned seed) {
   std::mt19937 random(kSeed + seed);
   std::normal_distribution<float> normal;
   std::vector<Floats> all;
@@ -71,7 +71,7 @@ Floats crossed(const Floats& values, ReduceFormat format, int& fell_back) {
   return known_of(ReduceFormat::bf16, values).values;
 }
 
-Floats part(const Floats& values, std::int64_t first, std::int64_t end) {
+Floats chunk_of(const Floats& values, std::int64_t first, std::int64_t end) {
   return {values.begin() + first, values.begin() + end};
 }
 
@@ -92,7 +92,7 @@ void reduce_chunks(const std::vector<Floats>& sums, std::int64_t first, std::int
     const std::int64_t stop = std::min(end, at + kCodedChunk);
     Floats total(index(stop - at), 0.0f);
     for (std::size_t d = 0; d < sums.size(); ++d) {
-      const Floats own = part(sums[d], at, stop);
+      const Floats own = chunk_of(sums[d], at, stop);
       const Floats came = static_cast<int>(d) == domain ? own : crossed(own, format, fell_back);
       for (std::size_t i = 0; i < total.size(); ++i) total[i] += came[i];
     }
@@ -143,10 +143,10 @@ Floats scattered(const std::vector<Floats>& inputs, const Domains& domains, Redu
     reduce_chunks(sums, rank * block + at, rank * block + std::min(block, at + round),
                   domains.of(rank), 1.0f, format, false, out, fell_back);
   }
-  return part(out, rank * block, (rank + 1) * block);
+  return chunk_of(out, rank * block, (rank + 1) * block);
 }
 
-bool same(const Floats& a, const Floats& b) {
+bool same_floats(const Floats& a, const Floats& b) {
   for (std::size_t i = 0; i < a.size(); ++i) {
     if (std::isnan(a[i]) && std::isnan(b[i])) continue;
     if (std::memcmp(&a[i], &b[i], sizeof(float)) != 0) return false;
@@ -168,7 +168,7 @@ TEST(CodedCollectives, ReduceAsDefined) {
       for (const std::int64_t count : {5'000, 70'003, kSanitizer ? 270'001 : 1'200'001}) {
         if (count > 100'000 && (!is_fp8(format) || world.ranks > 5)) continue;
         if (world.brief && count > 100'000) continue;
-        Known3 known{inputs_of(count, world.ranks, 1),
+        Known3 known{gradients_of(count, world.ranks, 1),
                      count < 10'000 ? ReduceOp::mean : ReduceOp::sum,
                      format,
                      {}};
@@ -186,15 +186,15 @@ TEST(CodedCollectives, ReduceAsDefined) {
         Floats x = input;
         const auto count = static_cast<std::int64_t>(x.size());
         all.all_reduce({x.data(), Dtype::f32, {count}}, {.op = known.op, .format = known.format});
-        ASSERT_TRUE(same(x, known.expected)) << "all_reduce in " << name_of(known.format) << " of "
-                                             << count << ", rank " << all.rank();
+        ASSERT_TRUE(same_floats(x, known.expected)) << "all_reduce in " << name_of(known.format)
+                                                    << " of " << count << ", rank " << all.rank();
         const std::int64_t block = count / all.size();
         std::vector<Floats> whole = known.inputs;
         for (Floats& one : whole) one.resize(index(block * all.size()));
         Floats out(index(block));
         all.reduce_scatter({input.data(), Dtype::f32, {block * all.size()}},
                            {out.data(), Dtype::f32, {block}}, {.format = known.format});
-        ASSERT_TRUE(same(out, scattered(whole, world.domains(), known.format, all.rank())))
+        ASSERT_TRUE(same_floats(out, scattered(whole, world.domains(), known.format, all.rank())))
             << "reduce_scatter in " << name_of(known.format) << " of " << block << ", rank "
             << all.rank();
       }
@@ -209,10 +209,11 @@ TEST(CodedCollectives, FallBackInTheCallItself) {
   constexpr std::size_t kOdd = 131'001;
   const float infinity = std::numeric_limits<float>::infinity();
   for (const World& world : {World{2, 1}, World{4, 2}, World{3, 2}}) {
-    if (kSanitizer && world.ranks == 4) continue;  // nothing that the others do not do
+    if (kSanitizer && world.ranks != 3) continue;  // nothing that the others do not do
     for (const ReduceFormat format : kCoded) {
       for (const float odd : {std::nanf(""), infinity, -infinity, 3e7f, 3e38f}) {
-        auto inputs = inputs_of(kCount, world.ranks, 3);
+        if (kSanitizer && odd != infinity && odd != 3e38f) continue;  // other values, the same code
+        auto inputs = gradients_of(kCount, world.ranks, 3);
         inputs[1][kOdd] = odd;
         int fell_back = 0;
         const Floats expected =
@@ -221,7 +222,7 @@ TEST(CodedCollectives, FallBackInTheCallItself) {
         with_collectives(world, [&](Collectives& all) {
           Floats x = inputs[index(all.rank())];
           all.all_reduce({x.data(), Dtype::f32, {kCount}}, {.format = format});
-          ASSERT_TRUE(same(x, expected)) << name_of(format) << " of " << odd;
+          ASSERT_TRUE(same_floats(x, expected)) << name_of(format) << " of " << odd;
           EXPECT_EQ(std::isnan(x[kOdd]), std::isnan(odd));
           EXPECT_EQ(std::isinf(x[kOdd]), std::isinf(odd));
           stats[index(all.rank())] = all.compression();
@@ -248,7 +249,7 @@ TEST(CodedCollectives, FallBackInTheCallItself) {
 TEST(CodedCollectives, AutomaticSettlesOnE4m3AndLeavesItForAWhile) {
   with_collectives({4, 2}, [](Collectives& all) {
     constexpr std::int64_t kCount = 100'000;
-    const Floats input = inputs_of(kCount, 4, 5)[index(all.rank())];
+    const Floats input = gradients_of(kCount, 4, 5)[index(all.rank())];
     std::uint64_t before = 0;
     const auto ratio = [&](float odd) {
       Floats x = input;
@@ -276,7 +277,7 @@ TEST(CodedCollectives, AutomaticSettlesOnE4m3AndLeavesItForAWhile) {
 TEST(CodedCollectives, RegisteredMemoryAndStreams) {
   with_collectives({4, 2}, [](Collectives& all) {
     constexpr std::int64_t kCount = 300'000;
-    const auto inputs = inputs_of(kCount, 4, 9);
+    const auto inputs = gradients_of(kCount, 4, 9);
     int fell_back = 0;
     const Floats expected =
         all_reduced(inputs, Domains::blocks(4, 2), ReduceOp::mean, ReduceFormat::e4m3, fell_back);
@@ -289,7 +290,7 @@ TEST(CodedCollectives, RegisteredMemoryAndStreams) {
       all.all_reduce({x, Dtype::f32, {kCount}},
                      {.op = ReduceOp::mean, .stream = &stream, .format = ReduceFormat::e4m3})
           .wait();
-      EXPECT_TRUE(same(Floats(x, x + kCount), expected)) << with << " registered";
+      EXPECT_TRUE(same_floats(Floats(x, x + kCount), expected)) << with << " registered";
     }
   });
 }
