@@ -11,6 +11,7 @@
 namespace ferry {
 namespace {
 
+#pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 static_assert(std::same_as<MemoryUse, MemoryStats>);
 static_assert(std::same_as<TimeUse, TimeStats>);
@@ -52,6 +53,8 @@ TEST(DeprecatedNames, CallsTakeOldFields) {
   refused([&] { latency.combine(received.x, received, weights, {.waits = two}); });
   latency.combine(received.x, received, weights);
 }
+
+#pragma GCC diagnostic pop
 
 }  // namespace
 }  // namespace ferry

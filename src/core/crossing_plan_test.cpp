@@ -10,10 +10,10 @@
 namespace ferry::test {
 namespace {
 
-constexpr unsigned kSeed = 20261121;
+constexpr unsigned kPlanSeed = 20261121;
 
 TEST(CrossingPlan, CountsATokenOnceForEachOtherDomain) {
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kPlanSeed);
   for (int round = 0; round < 200; ++round) {
     const World world = any_world(random);
     const Domains& domains = world.domains;
@@ -26,7 +26,7 @@ TEST(CrossingPlan, CountsATokenOnceForEachOtherDomain) {
         const std::vector<std::int32_t> got(
             crossing.tokens.begin() + crossing.offset[index(d)],
             crossing.tokens.begin() + crossing.offset[index(d) + 1]);
-        ASSERT_EQ(got, expected) << "kSeed, round " << round;
+        ASSERT_EQ(got, expected) << "kPlanSeed, round " << round;
       }
       EXPECT_EQ(impossible_crossing(world.plans[index(r)], domains, world.domain_tokens), -1);
     }
@@ -34,7 +34,7 @@ TEST(CrossingPlan, CountsATokenOnceForEachOtherDomain) {
 }
 
 TEST(CrossingPlan, RowsOfTheStagingBufferFollowEachOther) {
-  std::mt19937 random(kSeed + 1);
+  std::mt19937 random(kPlanSeed + 1);
   for (int round = 0; round < 200; ++round) {
     const World world = any_world(random);
     for (int r = 0; r < world.placement.ranks; ++r) {
@@ -59,7 +59,7 @@ TEST(CrossingPlan, RowsOfTheStagingBufferFollowEachOther) {
 }
 
 TEST(CrossingPlan, ForwardedRowsComeToTheirFinalPlaces) {
-  std::mt19937 random(kSeed + 2);
+  std::mt19937 random(kPlanSeed + 2);
   for (int round = 0; round < 200; ++round) {
     const World world = any_world(random);
     for (int r = 0; r < world.placement.ranks; ++r) {

@@ -1,11 +1,9 @@
-# number_golden_test, and the file of expectations that it reads: CTest makes it first, where a Python
+# The file of expectations that number_golden_test reads: CTest makes it first, where a Python
 # with numpy and ml_dtypes is found (-DPython3_EXECUTABLE, the project's .venv, python3). Without one
 # the test is registered and says that it was skipped.
 if(NOT FERRY_TESTS OR CMAKE_CROSSCOMPILING)
   return()
 endif()
-ferry_add_test(number_golden_test SOURCES number_golden_test.cpp DEPENDS ferry_core LABELS core)
-
 set(golden_python "")
 foreach(candidate "${Python3_EXECUTABLE}" "${Python_EXECUTABLE}"
         "${PROJECT_SOURCE_DIR}/.venv/bin/python" python3)

@@ -14,7 +14,7 @@
 namespace ferry {
 namespace {
 
-constexpr unsigned kSeed = 20261124;
+constexpr unsigned kScaleSeed = 20261124;
 constexpr int kRanks = 2048, kDomainRanks = 8, kTopk = 8, kSelf = 1029;
 constexpr std::int64_t kTokens = 64;
 
@@ -37,7 +37,7 @@ struct Group {
 
 Group made_up() {
   Group group;
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kScaleSeed);
   for (int rank = 0; rank < kRanks; ++rank) {
     std::vector<std::int32_t> routes;
     for (std::int64_t i = 0; i < kTokens * kTopk; ++i) {

@@ -17,20 +17,20 @@ constexpr std::size_t kMessage = sizeof(StepMessage) + fabric::kMaxHandleBytes;
 
 /// One rank: a local fabric, its ranks in domains of `domain_size` if that is not 0, with its
 /// control segment attached everywhere, and a channel on it.
-struct Seat {
+struct ChannelSeat {
   GroupConfig config;
   std::shared_ptr<Memory> memory;
   ControlLayout layout;
   fabric::Segment control;
   std::unique_ptr<Channel> channel;
 
-  Seat(Bootstrap& bootstrap, std::chrono::nanoseconds deadline, int domain_size)
-      : Seat(bootstrap, deadline,
-             fabric::make_domain_fabric(Domains::blocks(bootstrap.size(), domain_size),
-                                        fabric::make_local_fabric(bootstrap, 20s))) {}
+  ChannelSeat(Bootstrap& bootstrap, std::chrono::nanoseconds deadline, int domain_size)
+      : ChannelSeat(bootstrap, deadline,
+                    fabric::make_domain_fabric(Domains::blocks(bootstrap.size(), domain_size),
+                                               fabric::make_local_fabric(bootstrap, 20s))) {}
 
-  Seat(Bootstrap& bootstrap, std::chrono::nanoseconds deadline,
-       std::unique_ptr<fabric::Fabric> fabric) {
+  ChannelSeat(Bootstrap& bootstrap, std::chrono::nanoseconds deadline,
+              std::unique_ptr<fabric::Fabric> fabric) {
     config.deadline = deadline;
     memory = std::make_shared<Memory>(std::move(fabric));
     layout = make_control_layout(bootstrap.size(), kMessage);
@@ -49,7 +49,7 @@ void with_seats(int ranks, const std::function<void(Channel&, std::size_t)>& bod
                 std::chrono::nanoseconds deadline = 20s, int domain_size = 0) {
   const auto bootstraps = thread_bootstrap(ranks);
   on_ranks(ranks, [&](int r) {
-    Seat seat(*bootstraps[static_cast<std::size_t>(r)], deadline, domain_size);
+    ChannelSeat seat(*bootstraps[static_cast<std::size_t>(r)], deadline, domain_size);
     body(*seat.channel, seat.layout.bytes);
   });
 }
@@ -327,7 +327,7 @@ TEST(Channel, AcrossDomainsTheDeadlineOfARankThatLeftIsNotExtended) {
   const auto bootstraps = thread_bootstrap(3);
   std::latch asked(3), left(3), over(3);
   on_ranks(3, [&](int r) {
-    Seat seat(*bootstraps[index(r)], 20s, 1);
+    ChannelSeat seat(*bootstraps[index(r)], 20s, 1);
     Channel& channel = *seat.channel;
     channel.swap("together", {});
     const protocol::FlagArray flags{seat.control.data + seat.layout.delivered, kLineBytes, 3};
@@ -354,7 +354,7 @@ TEST(Channel, AcrossDomainsARankThatLeftAndEndedHasLeft) {
     Bootstrap& bootstrap = *bootstraps[index(r)];
     const fabric::SimOptions options{
         .seed = kSeed, .reorder = false, .fail_rank = 1, .fail_after_ops = kOperations};
-    Seat seat(bootstrap, 20s, fabric::make_sim_fabric(bootstrap, options, 20s));
+    ChannelSeat seat(bootstrap, 20s, fabric::make_sim_fabric(bootstrap, options, 20s));
     Channel& channel = *seat.channel;
     channel.swap("together", {});
     if (r == 1) {

@@ -19,7 +19,7 @@ using protocol::CommandSlot;
 
 constexpr std::uint64_t kSlots = 4;
 constexpr std::size_t kChunk = 512;
-constexpr std::size_t kMessage = sizeof(StepMessage) + fabric::kMaxHandleBytes;
+constexpr std::size_t kSlotBytes = sizeof(StepMessage) + fabric::kMaxHandleBytes;
 
 /// One rank, a domain of its own: its control segment and a staging buffer for others, over `sim`.
 struct Seat {
@@ -43,7 +43,7 @@ struct Seat {
     memory = std::make_shared<Memory>(fabric::make_domain_fabric(
         Domains::blocks(bootstrap.size(), 1), fabric::make_local_fabric(bootstrap, 20s),
         fabric::make_sim_fabric(bootstrap, {}, 20s)));
-    layout = make_control_layout(bootstrap.size(), kMessage);
+    layout = make_control_layout(bootstrap.size(), kSlotBytes);
     control = memory->fabric->register_memory(layout.bytes);
     staging = memory->fabric->register_memory(64 * kChunk);
     for (const fabric::Segment& segment : {control, staging}) {

@@ -13,7 +13,7 @@
 namespace ferry {
 namespace {
 
-constexpr unsigned kSeed = 20;
+constexpr unsigned kChoiceSeed = 20;
 
 LinkTable table_of(const std::vector<double>& rates, double latency = 1e-4) {
   LinkTable links(static_cast<int>(rates.size()));
@@ -122,7 +122,7 @@ TEST(BestShares, ASlowPairCarriesLittle) {
 }
 
 TEST(BestShares, AreTheBestOfAll) {
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kChoiceSeed);
   const Domains domains = Domains::blocks(4, 1);
   const ReduceVolume volume{1e8, 1e8};
   for (int i = 0; i < 50; ++i) {
@@ -146,7 +146,7 @@ TEST(BestShares, AreTheBestOfAll) {
         }
       }
     }
-    EXPECT_LE(seconds(best_shares(links)), best * near) << "seed " << kSeed << ", case " << i;
+    EXPECT_LE(seconds(best_shares(links)), best * near) << "seed " << kChoiceSeed << ", case " << i;
   }
 }
 
@@ -159,7 +159,7 @@ struct World {
   double tree_overhead = 1.2, ring_overhead = 1.1;  // that no model knows
   double burst = 256 << 10;
   double probe_noise = 0.04;
-  std::mt19937 random{kSeed};
+  std::mt19937 random{kChoiceSeed};
   int measurements = 0;
 
   int hosts() const { return static_cast<int>(rates.size()); }
@@ -290,7 +290,7 @@ std::vector<World> simulated() {
                          {.rates = {1e8, 1e8, 1e8, 1e8}, .slow = {{0, 1, 1e7}}},
                          {.rates = {1e8, 1e8, 1e8, 1e8}, .slow = {{1, 3, 25e6}, {2, 3, 1e7}}},
                          {.rates = {1e8, 5e7, 1e8, 1e8}, .slow = {{0, 2, 1e7}}}};
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kChoiceSeed);
   for (int i = 0; i < 12; ++i) {
     World world{.rates = {}, .random = std::mt19937(random())};
     for (int h = 0; h < 4; ++h) {
@@ -303,7 +303,7 @@ std::vector<World> simulated() {
 }
 
 std::string to_string(const World& world) {
-  std::string text = "seed " + std::to_string(kSeed) + ", MB/s";
+  std::string text = "seed " + std::to_string(kChoiceSeed) + ", MB/s";
   for (const double rate : world.rates) text += " " + std::to_string(rate / 1e6);
   return text;
 }
@@ -331,7 +331,7 @@ TEST(CollectiveChoice, ComesWithinFivePercentOfTheBestIn50Calls) {
 }
 
 TEST(CollectiveChoice, KeepsEqualSharesOfEqualLinks) {
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kChoiceSeed);
   for (int i = 0; i < 50; ++i) {
     World world{
         .rates = {1e8, 1e8, 1e8, 1e8}, .probe_noise = 0.08, .random = std::mt19937(random())};

@@ -19,10 +19,10 @@
 namespace ferry {
 namespace {
 
-constexpr unsigned kSeed = 20261124;
+constexpr unsigned kModelSeed = 20261124;
 
 TEST(ExchangeModel, UniformBytesAreThoseOfRandomRoutes) {
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kModelSeed);
   for (const bool hierarchical : {false, true}) {
     ExchangeShape shape{.ranks = 32,
                         .host_ranks = 4,

@@ -16,7 +16,7 @@
 namespace ferry {
 namespace {
 
-constexpr unsigned kSeed = 20261126;
+constexpr unsigned kTunerSeed = 20261126;
 constexpr double kRegret = 1.03;
 
 std::string results_of(const std::string& file) {
@@ -163,7 +163,7 @@ TEST(TuningSearch, BeginsAgainWhenTimesShift) {
   TuningGrid grid;
   grid.sizes[sm_axis] = 6;
   TuningSearch search(grid);
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kTunerSeed);
   std::uniform_real_distribution<double> noise(1, 1.02);
   const auto run = [&](int calls, int fastest) {
     for (int call = 0; call < calls; ++call) {
@@ -265,7 +265,7 @@ TEST(ExchangeTuner, SaysWhy) {
 TEST(ExchangeTuner, TokensOfAKindMayDiffer) {
   ExchangeTuner tuner(8);
   const TuningKey key = key_of(CallKind::combine, false);
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kTunerSeed);
   for (int call = 0; call < 500; ++call) {
     const auto tokens = static_cast<std::int64_t>(4096 + random() % 4096);
     tuner.observe(key, tuner.next(key), tokens, 1e-6 * static_cast<double>(tokens));

@@ -12,18 +12,18 @@
 namespace ferry {
 namespace {
 
-constexpr unsigned kSeed = 21;
+constexpr unsigned kBalanceSeed = 21;
 
-struct Shape {
+struct BalanceShape {
   int seats, domain_size, slots, copies;
   std::vector<std::uint8_t> live;
   std::vector<double> load;
 };
 
 /// Of random sizes; the experts fit.
-Shape random_shape(std::mt19937& random, int most_seats, int most_slots) {
+BalanceShape random_shape(std::mt19937& random, int most_seats, int most_slots) {
   const auto below = [&](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
-  Shape shape{1 + below(most_seats), below(4), 1 + below(most_slots), 1 + below(3), {}, {}};
+  BalanceShape shape{1 + below(most_seats), below(4), 1 + below(most_slots), 1 + below(3), {}, {}};
   shape.live.resize(index(shape.seats));
   for (auto& live : shape.live) live = below(4) != 0;
   shape.live[index(below(shape.seats))] = 1;
@@ -32,7 +32,7 @@ Shape random_shape(std::mt19937& random, int most_seats, int most_slots) {
   for (auto& load : shape.load) load = below(5) == 0 ? 0 : below(1000);
   return shape;
 }
-BalanceRequest request_of(const Shape& shape, const Domains& domains) {
+BalanceRequest request_of(const BalanceShape& shape, const Domains& domains) {
   return {&domains, shape.live, shape.slots, shape.load, shape.copies, nullptr};
 }
 double heaviest(const ExpertTable& table, const std::vector<double>& load) {
@@ -60,10 +60,10 @@ void expect_valid(const ExpertTable& table, const BalanceRequest& request) {
 }
 
 TEST(Balance, PlacesEveryExpertOnLiveSeats) {
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kBalanceSeed);
   for (int i = 0; i < 400; ++i) {
     SCOPED_TRACE(i);
-    const Shape shape = random_shape(random, 12, 5);
+    const BalanceShape shape = random_shape(random, 12, 5);
     const Domains domains = Domains::blocks(shape.seats, shape.domain_size);
     const BalanceRequest request = request_of(shape, domains);
     const ExpertTable table = balance(request);
@@ -83,10 +83,10 @@ double lightest_copy(const std::vector<double>& load, std::size_t expert, int le
   return best;
 }
 TEST(Balance, CopiesAreAsLightAsCanBe) {
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kBalanceSeed);
   for (int i = 0; i < 200; ++i) {
     SCOPED_TRACE(i);
-    Shape shape = random_shape(random, 4, 3);
+    BalanceShape shape = random_shape(random, 4, 3);
     shape.copies = 1;
     const Domains domains = Domains::blocks(shape.seats, 0);
     const std::vector<int> copies = copies_for(request_of(shape, domains));
@@ -120,7 +120,7 @@ double best_packing(const std::vector<double>& load, int seats, int slots) {
   return place(0);
 }
 TEST(Balance, TheBusiestSeatIsNearTheBest) {
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kBalanceSeed);
   for (int i = 0; i < 60; ++i) {
     SCOPED_TRACE(i);
     const int seats = 2 + static_cast<int>(random() % 2),
@@ -135,10 +135,10 @@ TEST(Balance, TheBusiestSeatIsNearTheBest) {
 }
 
 TEST(Balance, SurvivesAnyDeath) {
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kBalanceSeed);
   for (int i = 0; i < 100; ++i) {
     SCOPED_TRACE(i);
-    Shape shape = random_shape(random, 8, 4);
+    BalanceShape shape = random_shape(random, 8, 4);
     const Domains domains = Domains::blocks(shape.seats, shape.domain_size);
     const ExpertTable before = balance(request_of(shape, domains));
     const int seats = static_cast<int>(std::ranges::count(shape.live, 1));
@@ -161,7 +161,7 @@ TEST(Balance, SurvivesAnyDeath) {
 }
 
 TEST(Balance, CopiesAreInBothDomains) {
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kBalanceSeed);
   const Domains domains = Domains::blocks(8, 4);
   const std::vector<std::uint8_t> live(8, 1);
   for (int i = 0; i < 20; ++i) {
@@ -178,10 +178,10 @@ TEST(Balance, CopiesAreInBothDomains) {
 }
 
 TEST(Balance, MovesNoMoreThanItMust) {
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kBalanceSeed);
   for (int i = 0; i < 200; ++i) {
     SCOPED_TRACE(i);
-    Shape shape = random_shape(random, 8, 4);
+    BalanceShape shape = random_shape(random, 8, 4);
     const Domains domains = Domains::blocks(shape.seats, shape.domain_size);
     const ExpertTable before = balance(request_of(shape, domains));
     BalanceRequest again = request_of(shape, domains);

@@ -43,7 +43,8 @@ TensorView view(Values& values) {
 }
 
 /// Elements around what a packet carries, and many packets.
-constexpr std::int64_t kSizes[] = {0, 1, 100, 8'192, 16'383, 16'384, 16'385, 32'769, 400'001};
+constexpr std::int64_t kTransferSizes[] = {0,      1,      100,    8'192,  16'383,
+                                           16'384, 16'385, 32'769, 400'001};
 
 // All send before they receive.
 TEST(PointToPoint, AroundARing) {
@@ -53,7 +54,7 @@ TEST(PointToPoint, AroundARing) {
                 from = (all.rank() + all.size() - 1) % all.size();
       Stream stream;
       int number = 0;
-      for (const std::int64_t count : kSizes) {
+      for (const std::int64_t count : kTransferSizes) {
         Values sent = message(count, all.rank(), ++number), got(sent.size());
         const Event send = all.send(view(sent), to, 3, {&stream});
         const Event recv = all.recv(view(got), from, 3, {&stream});
@@ -68,7 +69,7 @@ TEST(PointToPoint, AroundARing) {
 TEST(PointToPoint, WithoutAStreamItBlocks) {
   for (const World& world : worlds()) {
     with_collectives(world, [](Collectives& all) {
-      for (const std::int64_t count : kSizes) {
+      for (const std::int64_t count : kTransferSizes) {
         Values values = message(count, 0, 1);
         if (all.rank() == 0) all.send(view(values), 1);
         if (all.rank() == 1) {
