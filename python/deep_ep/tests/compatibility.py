@@ -73,8 +73,10 @@ def modules() -> tuple[ModuleType, ...]:
     import replay_deepep
     import replay_deepep_v25
     import replay_lmdeploy
+    import replay_mega_moe
     import replay_megatron
     import replay_megatron_hybrid
+    import replay_megatron_v2
     import replay_sglang
     import replay_sglang_v2
     import replay_torchtitan
@@ -85,8 +87,16 @@ def modules() -> tuple[ModuleType, ...]:
 
     serving = (replay_vllm, replay_sglang, replay_lmdeploy)
     training = (replay_megatron, replay_automodel, replay_xtuner, replay_torchtitan)
-    later = (replay_vllm_v2, replay_sglang_v2, replay_torchtitan_v2, replay_megatron_hybrid)
-    return (*serving, *training, replay_deepep, *later, replay_deepep_v25)
+    later = (replay_vllm_v2, replay_sglang_v2, replay_torchtitan_v2, replay_megatron_v2)
+    return (
+        *serving,
+        *training,
+        replay_deepep,
+        *later,
+        replay_megatron_hybrid,
+        replay_mega_moe,
+        replay_deepep_v25,
+    )
 
 
 def replays() -> list[Callable[[Any, str], None]]:
