@@ -106,6 +106,9 @@ enum class RowOrder : std::uint8_t {
 enum class WireFormat : std::uint8_t {
   as_is,  ///< the dtype of the input
   e4m3,   ///< quantised: e4m3 with one scale for each 128 channels (core/number.hpp)
+  /// quantised: e2m1, two a byte, with one e4m3 scale for each 16 channels and one global scale
+  /// (core/number/nvfp4.hpp). Latency mode in CPU memory alone
+  nvfp4,
 };
 
 enum class ScaleFormat : std::uint8_t {

@@ -51,7 +51,11 @@ enum class CombineFormat : std::uint8_t {
 
 struct LatencyDispatchOptions {
   WireFormat format = WireFormat::as_is;
-  ScaleFormat scale_format = ScaleFormat::f32;
+  ScaleFormat scale_format = ScaleFormat::f32;  ///< of e4m3
+  /// Of nvfp4, the same on all ranks: scales are e4m3 of global_scale · amax / 6, and a value is
+  /// code · scale / global_scale. 448 · 6 / (largest magnitude of all ranks) uses their whole
+  /// range. 2^-100 to 2^100; of other formats 1.
+  float global_scale = 1;
   RowOrder order = RowOrder::expert_major;
   /// f32 [T, K]: carried to the ranks of the experts. Rank-major results show them; a combine with
   /// `CombinePath::per_rank` then needs no weights of its own. All ranks or none.
@@ -80,19 +84,25 @@ struct LatencyDispatchOptions {
 /// waits until those rows have arrived, and only then gives the buffer back to the senders.
 class LatencyReceived {
  public:
-  Tensor x{};       ///< [local experts, ranks · capacity, H], e4m3 or the input's dtype; the first
-                    ///< counts[e] rows of expert e are valid: ascending source rank, token, slot
-  Tensor scales{};  ///< e4m3 only. f32 [local experts, ranks · capacity, ceil(H/128)], or i32
-                    ///< [.., ceil(H/512)] packed; column-major: stride 1 along the rows
-  Tensor counts{};  ///< i32 [local experts]
+  Tensor x{};  ///< [local experts, ranks · capacity, H], e4m3 or the input's dtype; the first
+               ///< counts[e] rows of expert e are valid: ascending source rank, token, slot.
+               ///< nvfp4: u8 [.., H/2], the first value of a byte in its lower half
+  /// e4m3: f32 [local experts, ranks · capacity, ceil(H/128)], or i32 [.., ceil(H/512)] packed;
+  /// column-major: stride 1 along the rows. nvfp4: e4m3 in the tiles that tensor cores read, dense
+  /// [local experts, ceil(ranks · capacity / 128), ceil(H/64) · 512]: that of row t and channels
+  /// 16j … 16j + 15 is at [t / 128, (j / 4) · 512 + (t % 32) · 16 + (t % 128) / 32 · 4 + j % 4];
+  /// of valid rows those behind the last channel are 0.
+  Tensor scales{};
+  Tensor counts{};        ///< i32 [local experts]
   Tensor source_token{};  ///< i32 [local experts, ranks · capacity]: token index at its owner
   Tensor ranges{};        ///< i64 [local experts, ranks]: (first row << 32) | rows
   /// `RowOrder::rank_major`: nothing is fanned out. x is [ranks, capacity, H], scales
-  /// [ranks, capacity, ..] with stride 1 along the rows, counts i32 [ranks], source_token i32
-  /// [ranks, capacity], ranges empty; the first counts[s] rows of source s are valid, in ascending
-  /// token. Rows may lie where they were written: then with a hook they come before `receive()`.
-  /// With them come the local expert ids of the slots, i32 [ranks, capacity, K], K of the
-  /// configuration; −1 where a slot is not on this rank and in rows that are not valid.
+  /// [ranks, capacity, ..] with stride 1 along the rows (nvfp4: tiles of each source), counts i32
+  /// [ranks], source_token i32 [ranks, capacity], ranges empty; the first counts[s] rows of source
+  /// s are valid, in ascending token. Rows may lie where they were written: then with a hook they
+  /// come before `receive()`. With them come the local expert ids of the slots, i32 [ranks,
+  /// capacity, K], K of the configuration; −1 where a slot is not on this rank and in rows that are
+  /// not valid.
   Tensor topk_idx{};
   Tensor topk_weights{};  ///< rank-major, when weights were given: f32 [ranks, capacity, K], 0
                           ///< where topk_idx is −1

@@ -91,11 +91,16 @@ def integer(name: str, value: Any, low: int = 0, high: int = INT64_MAX) -> int:
     refuse(name, got, f"at least {low}" if number < low else f"at most {_BOUNDS[high]}")
 
 
-def seconds(name: str, value: Any) -> float:
-    """A number of seconds; the C++ side checks the range."""
+def number(name: str, value: Any, expected: str = "a number") -> float:
+    """A real number, but no bool; the C++ side checks the range."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        refuse(name, describe(value), "a number of seconds")
+        refuse(name, describe(value), expected)
     return float(value)
+
+
+def seconds(name: str, value: Any) -> float:
+    """A number of seconds."""
+    return number(name, value, "a number of seconds")
 
 
 def flag(name: str, value: Any) -> bool:

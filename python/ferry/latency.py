@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from ferry import _ferry
-from ferry.arguments import INT32_MAX, UINT32_MAX, choice, flag, instance, integer
+from ferry.arguments import INT32_MAX, UINT32_MAX, choice, flag, instance, integer, number
 from ferry.group import FORMATS, ORDERS, ROUTE_DTYPES, SCALE_FORMATS, Group
 from ferry.results import Result
 from ferry.streams import Place
@@ -15,6 +15,7 @@ from ferry.trace import ranged
 
 ArrayT = TypeVar("ArrayT")
 
+_FORMATS = FORMATS | {"nvfp4": _ferry.WireFormat.nvfp4}
 PATHS = {"per_slot": _ferry.CombinePath.per_slot, "per_rank": _ferry.CombinePath.per_rank}
 COMBINE_FORMATS = {
     "as_is": _ferry.CombineFormat.as_is,
@@ -35,15 +36,18 @@ class LatencyReceived(Result[ArrayT]):
 
     @cached_property
     def x(self) -> ArrayT:
-        """[L, R*C, H], e4m3 or the input's dtype. The first counts[e] rows of expert e are valid:
+        """[L, R*C, H], e4m3 or the input's dtype, or of nvfp4 u8 [L, R*C, H/2], the first value of
+        a byte in its lower half. The first counts[e] rows of expert e are valid:
         ascending source rank, token, slot. Rank-major [R, C, H], one row for each token: the first
         counts[s] rows of source s, ascending token."""
         return self._array(self._raw.x)
 
     @cached_property
     def scales(self) -> ArrayT | None:
-        """e4m3 only: f32 [L, R*C, ceil(H/128)], or i32 [L, R*C, ceil(H/512)] packed; stride 1 along
-        the rows."""
+        """Of e4m3: f32 [L, R*C, ceil(H/128)], or i32 [L, R*C, ceil(H/512)] packed; stride 1 along
+        the rows. Of nvfp4: e4m3 [L, ceil(R*C/128), ceil(H/64) * 512], tiles as tensor cores read
+        them: reshaped [.., ceil(H/64), 32, 4, 4], that of row t and channels 16j to 16j + 15 is at
+        [t // 128, j // 4, t % 32, t % 128 // 32, j % 4]."""
         return self._array(self._raw.scales)
 
     @cached_property
@@ -163,6 +167,7 @@ class LatencyExchange:
         topk_weights: Any = None,
         format: str = "as_is",
         scale_format: str = "f32",
+        global_scale: float = 1.0,
         order: str = "expert_major",
         wait_ns: Any = None,
         hook: bool = False,
@@ -176,8 +181,12 @@ class LatencyExchange:
             topk_idx: i64 or i32 [T, K], -1 = unused.
             topk_weights: f32 [T, K], carried to the ranks of the experts; all ranks or none. A
                 combine then takes none.
-            format: "as_is", or "e4m3": quantised in flight, one scale for each 128 channels.
-            scale_format: "f32", "f32_pow2" (rounded up to a power of two) or "ue8m0_packed".
+            format: "as_is", or quantised in flight: "e4m3", one scale for each 128 channels; in CPU
+                memory "nvfp4", e2m1 with an e4m3 scale for each 16, H a multiple of 16.
+            scale_format: of e4m3: "f32", "f32_pow2" (rounded up to a power of two) or
+                "ue8m0_packed".
+            global_scale: of nvfp4, the same on all ranks, 2^-100 to 2^100: a value is code * scale
+                / global_scale. 448 * 6 / (largest magnitude of all ranks) uses the whole range.
             order: "expert_major", or "rank_major": one row for each token, where it was written.
                 An exchange that was made "rank_major" takes that alone.
             wait_ns: i64 [R]: how many nanoseconds the receive waited for each source, or until it
@@ -194,8 +203,9 @@ class LatencyExchange:
             x_view,
             view(f"{name}: topk_idx", topk_idx, expected=ROUTE_DTYPES, place=place)[0],
             optional_view(f"{name}: topk_weights", topk_weights, expected="f32", place=place),
-            choice(f"{name}: format", format, FORMATS),
+            choice(f"{name}: format", format, _FORMATS),
             choice(f"{name}: scale_format", scale_format, SCALE_FORMATS),
+            number(f"{name}: global_scale", global_scale),
             choice(f"{name}: order", order, ORDERS),
             optional_view(f"{name}: wait_ns", wait_ns, writable=True, expected="i64", place=place),
             flag(f"{name}: hook", hook),

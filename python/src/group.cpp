@@ -124,7 +124,8 @@ void bind_enums(nb::module_& m) {
       .value("expert_major", RowOrder::expert_major);
   nb::enum_<WireFormat>(m, "WireFormat")
       .value("as_is", WireFormat::as_is)
-      .value("e4m3", WireFormat::e4m3);
+      .value("e4m3", WireFormat::e4m3)
+      .value("nvfp4", WireFormat::nvfp4);
   nb::enum_<ScaleFormat>(m, "ScaleFormat")
       .value("f32", ScaleFormat::f32)
       .value("f32_pow2", ScaleFormat::f32_pow2)

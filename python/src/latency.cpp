@@ -65,10 +65,12 @@ void make_exchange(HeldExchange* self, const HeldGroup& group, std::int64_t capa
 
 Received dispatch(const HeldExchange& exchange, const View& x, const View& topk_idx,
                   const View* topk_weights, WireFormat format, ScaleFormat scale_format,
-                  RowOrder order, const View* wait_ns, bool hook, const nb::object& stream) {
+                  float global_scale, RowOrder order, const View* wait_ns, bool hook,
+                  const nb::object& stream) {
   LatencyDispatchOptions options;
   options.format = format;
   options.scale_format = scale_format;
+  options.global_scale = global_scale;
   options.order = order;
   options.topk_weights = optional_read(topk_weights);
   options.wait_ns = optional_write(wait_ns);
@@ -135,11 +137,11 @@ void bind_latency(nb::module_& m) {
       .def("__init__", &make_exchange, nb::arg("group"), nb::arg("capacity"), nb::arg("hidden"),
            nb::arg("topk"), nb::arg("dtype"), nb::arg("order"), nb::arg("masks"))
       .def("dispatch", &dispatch, nb::arg("x"), nb::arg("topk_idx"), nb::arg("topk_weights").none(),
-           nb::arg("format"), nb::arg("scale_format"), nb::arg("order"), nb::arg("wait_ns").none(),
-           nb::arg("hook"), nb::arg("stream").none(),
+           nb::arg("format"), nb::arg("scale_format"), nb::arg("global_scale"), nb::arg("order"),
+           nb::arg("wait_ns").none(), nb::arg("hook"), nb::arg("stream").none(),
            nb::sig("def dispatch(self, x: View, topk_idx: View, topk_weights: View | None, format: "
-                   "WireFormat, scale_format: ScaleFormat, order: RowOrder, wait_ns: View | None, "
-                   "hook: bool, stream: Stream | None) -> LatencyReceived"))
+                   "WireFormat, scale_format: ScaleFormat, global_scale: float, order: RowOrder, "
+                   "wait_ns: View | None, hook: bool, stream: Stream | None) -> LatencyReceived"))
       .def("combine", &combine, nb::arg("rows"), nb::arg("received"),
            nb::arg("topk_weights").none(), nb::arg("path"), nb::arg("format"),
            nb::arg("wait_ns").none(), nb::arg("hook"), nb::arg("out").none(),

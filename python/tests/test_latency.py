@@ -499,3 +499,115 @@ def test_bf16_as_uint16_and_memory_hint(rng: np.random.Generator) -> None:
 
     for rank, out in enumerate(run_ranks(RANKS, body, experts=EXPERTS)):
         assert np.array_equal(out, case.combined(rank).astype(ml_dtypes.bfloat16))
+
+
+def nvfp4_row(x: np.ndarray, g: np.float32) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes and the scales of a row by ml_dtypes' own conversions; neither overflows."""
+    blocks = x.astype(np.float32).reshape(-1, 16)
+    scales = (g * (np.abs(blocks).max(1) / np.float32(6))).astype(ml_dtypes.float8_e4m3fn)
+    wide = scales.astype(np.float32)
+    inverse = np.where(wide == 0, np.float32(0), g / np.where(wide == 0, 1, wide))
+    scaled = np.clip(blocks * inverse[:, None], -6, 6)
+    codes = scaled.astype(ml_dtypes.float4_e2m1fn).view(np.uint8).reshape(-1) & 0xF
+    return codes[0::2] | codes[1::2] << 4, scales.view(np.uint8)
+
+
+def scales_of_row(tiles: np.ndarray, t: int, hidden: int) -> np.ndarray:
+    """Row t of a block's scales, out of the tiles: [.., columns * 512]."""
+    whole = tiles.reshape(tiles.shape[0], -1, 32, 4, 4)
+    return whole[t // 128, :, t % 32, t % 128 // 32].reshape(-1)[: hidden // 16]
+
+
+@pytest.mark.parametrize("hidden", [64, 208])  # the latter leaves a part of a tile
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("order", ["expert_major", "rank_major"])
+@pytest.mark.parametrize("domain_size", [0, 2])
+def test_nvfp4(
+    rng: np.random.Generator, domain_size: int, order: str, masks: bool, hidden: int
+) -> None:
+    """Two values a byte and a scale for each 16, as an independent reference makes them, and the
+    sums of a combine, which know nothing of it. Rows reach a second tile of 128."""
+    ranks, capacity = 4, 40
+    routes = [rng.integers(-1, EXPERTS, (t, TOPK)) for t in (5, 0, capacity, 31)]
+    case = Reference(routes, EXPERTS)
+    xs = [rng.standard_normal((len(r), hidden)).astype(ml_dtypes.bfloat16) for r in routes]
+    xs[0][1, :16] = 0
+    g = np.float32(448 * 6 / max(np.abs(x.astype(np.float32)).max() for x in xs if len(x)))
+
+    def body(group: ferry.Group) -> None:
+        rank = group.rank
+        how: dict[str, Any] = {"order": "rank_major"} if order == "rank_major" else {}
+        lat = ferry.LatencyExchange(
+            group, capacity=capacity, hidden=hidden, topk=TOPK, masks=masks, **how
+        )
+        weights = np.ones((len(routes[rank]), TOPK), np.float32)
+        for hook in (False, True, False):
+            r = lat.dispatch(
+                xs[rank],
+                routes[rank],
+                topk_weights=weights,
+                format="nvfp4",
+                global_scale=g,
+                order=order,
+                hook=hook,
+            )
+            if hook:
+                r.receive()
+            x, scales = np.asarray(r.x), np.asarray(r.scales).view(np.uint8)
+            blocks = group.local_experts if order == "expert_major" else ranks
+            rows = ranks * capacity if order == "expert_major" else capacity
+            assert x.dtype == np.uint8 and x.shape == (blocks, rows, hidden // 2)
+            assert scales.shape == (blocks, -(-rows // 128), -(-hidden // 64) * 512)
+            tokens, counts = np.asarray(r.source_token), np.asarray(r.counts)
+            for block in range(blocks):
+                sources = [block] * int(counts[block])
+                if order == "expert_major":
+                    expert = case.blocks[rank][block]
+                    sources = [
+                        s for s, ids in enumerate(routes) for _ in range((ids == expert).sum())
+                    ]
+                assert len(sources) == counts[block]
+                for at, source in enumerate(sources):
+                    wanted = nvfp4_row(xs[source][tokens[block, at]], g)
+                    assert np.array_equal(x[block, at], wanted[0])
+                    assert np.array_equal(scales_of_row(scales[block], at, hidden), wanted[1])
+            shape = (blocks, rows, hidden)
+            ones = np.ones(shape, ml_dtypes.bfloat16)
+            sums = lat.combine(ones, r, path="per_rank").x.astype(np.float32)
+            each = (routes[rank] >= 0).sum(1)
+            if order == "rank_major":
+                firsts = [block.start for block in case.blocks]
+                owners = np.searchsorted(firsts, routes[rank], "right")  # 0: of no slot
+                each = np.array([len(set(row) - {0}) for row in owners.tolist()])
+            assert np.array_equal(sums, np.repeat(each[:, None], hidden, 1))
+
+    run_ranks(ranks, body, experts=EXPERTS, domain_size=domain_size)
+
+
+def test_nvfp4_of_other_global_scales_is_named() -> None:
+    """A receiver would take the values of one rank for others."""
+
+    def body(group: ferry.Group) -> None:
+        lat = exchange(group, "bf16")
+        x = np.ones((2, HIDDEN), ml_dtypes.bfloat16)
+        with pytest.raises(ferry.MismatchError, match="global_scale"):
+            lat.dispatch(
+                x, np.zeros((2, TOPK)).astype(int), format="nvfp4", global_scale=1 + group.rank
+            )
+
+    with pytest.raises(ferry.Error):  # the group is failed
+        run_ranks(2, body, experts=EXPERTS)
+
+
+def test_nan_spoils_its_block_of_nvfp4_alone() -> None:
+    def body(group: ferry.Group) -> None:
+        x = np.ones((1, HIDDEN), np.float32)
+        x[0, 20], x[0, 40] = np.nan, np.inf
+        r = exchange(group).dispatch(x, np.zeros((1, 1)).astype(int), format="nvfp4")
+        scales = scales_of_row(np.asarray(r.scales)[0], 0, HIDDEN).view(ml_dtypes.float8_e4m3fn)
+        found = scales.astype(np.float32)
+        assert np.isnan(found[1]) and not np.isnan(np.delete(found, 1)).any()
+        codes = np.asarray(r.x)[0, 0, 20] & 0xF  # of the infinity: the largest
+        assert found[2] == 448 and codes == 7
+
+    run_ranks(1, body, experts=EXPERTS)

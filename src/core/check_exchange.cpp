@@ -40,15 +40,17 @@ void check_order(std::string_view call, RowOrder order, std::int64_t alignment) 
 }  // namespace
 
 void check_formats(std::string_view call, WireFormat format, ScaleFormat scales) {
-  if (format > WireFormat::e4m3) {
-    refuse(call, "format", "number " + to_string(static_cast<int>(format)), "as_is or e4m3");
+  if (format > WireFormat::nvfp4) {
+    refuse(call, "format", "number " + to_string(static_cast<int>(format)), "as_is, e4m3 or nvfp4");
   }
   if (scales > ScaleFormat::ue8m0_packed) {
     refuse(call, "scale_format", "number " + to_string(static_cast<int>(scales)),
            "f32, f32_pow2 or ue8m0_packed");
   }
-  if (format == WireFormat::as_is && scales != ScaleFormat::f32) {
-    refuse(call, "scale_format", "a scale format without quantisation",
+  if (format != WireFormat::e4m3 && scales != ScaleFormat::f32) {
+    refuse(call, "scale_format",
+           format == WireFormat::nvfp4 ? "a scale format with format nvfp4, whose scales are e4m3"
+                                       : "a scale format without quantisation",
            "format e4m3, or scale_format f32");
   }
 }
@@ -57,6 +59,12 @@ namespace {
 
 /// Rows of dispatch, as they are or quantised on the way.
 void check_format(std::string_view call, const ConstTensorView& x, const DispatchOptions& options) {
+  if (options.format > WireFormat::e4m3) {
+    const bool known = options.format == WireFormat::nvfp4;
+    refuse(call, "format",
+           known ? "nvfp4" : "number " + to_string(static_cast<int>(options.format)),
+           "as_is or e4m3 (nvfp4: latency mode)");
+  }
   check_formats(call, options.format, options.scale_format);
   if (options.format == WireFormat::as_is) return;
   if (!is_float(x.dtype)) {

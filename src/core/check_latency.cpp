@@ -1,12 +1,47 @@
 // The arguments of latency mode's dispatch and combine.
+#include <cstdio>
 #include <limits>
 #include <string>
 
 #include "core/check.hpp"
+#include "core/number/nvfp4.hpp"
 
 namespace ferry {
 
 using std::to_string;
+
+namespace {
+
+std::string number_text(float value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", static_cast<double>(value));
+  return text;
+}
+
+void check_nvfp4(const LatencyConfig& config, const LatencyDispatchOptions& options,
+                 const Device& where) {
+  constexpr std::string_view kCall = "latency dispatch";
+  const float g = options.global_scale;
+  if (options.format != WireFormat::nvfp4) {
+    if (g != 1.0f) refuse(kCall, "global_scale", number_text(g), "1 without format nvfp4");
+    return;
+  }
+  if (where.kind != DeviceKind::cpu) {
+    throw Error(ErrorKind::unsupported,
+                std::string(kCall) +
+                    ": format: got nvfp4 in GPU memory; expected as_is or e4m3: no kernel writes "
+                    "nvfp4 yet");
+  }
+  if (!(g >= kLeastGlobalScale && g <= kMostGlobalScale)) {
+    refuse(kCall, "global_scale", number_text(g), "2^-100 to 2^100");
+  }
+  if (config.hidden % static_cast<std::int64_t>(kNvfp4Block) != 0) {
+    refuse(kCall, "format", "nvfp4 with hidden " + to_string(config.hidden),
+           "hidden a multiple of 16, which share a scale");
+  }
+}
+
+}  // namespace
 
 void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                             const LatencyConfig& config, const LatencyDispatchOptions& options,
@@ -34,6 +69,7 @@ void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& top
            "at most " + to_string(config.topk) + ", as configured");
   }
   check_formats(kCall, options.format, options.scale_format);
+  check_nvfp4(config, options, where);
   if (options.order > RowOrder::expert_major) {
     refuse(kCall, "order", "number " + to_string(static_cast<int>(options.order)),
            "rank_major or expert_major");

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -58,6 +59,25 @@ TEST(Check, NumbersOutsideAnEnumerationAreRefused) {
   latency = {WireFormat::e4m3, static_cast<ScaleFormat>(9)};
   expect_refused({"scale_format", "9", "f32_pow2"},
                  [&] { check_latency_dispatch(tensor(4), routes, config, latency); });
+  latency = {WireFormat::nvfp4, ScaleFormat::f32_pow2};
+  expect_refused({"scale_format", "nvfp4", "f32"},
+                 [&] { check_latency_dispatch(tensor(4), routes, config, latency); });
+  for (const float g : {0.0F, -1.0F, 0x1p101F, std::numeric_limits<float>::quiet_NaN()}) {
+    latency = {.format = WireFormat::nvfp4, .global_scale = g};
+    expect_refused({"global_scale", "2^-100 to 2^100"},
+                   [&] { check_latency_dispatch(tensor(4), routes, config, latency); });
+  }
+  latency = {.global_scale = 2};
+  expect_refused({"global_scale", "2", "nvfp4"},
+                 [&] { check_latency_dispatch(tensor(4), routes, config, latency); });
+  const LatencyConfig narrow{8, 8, 2, Dtype::f32};
+  latency = {.format = WireFormat::nvfp4};
+  expect_refused({"format", "nvfp4 with hidden 8", "16"}, [&] {
+    check_latency_dispatch({memory().data(), Dtype::f32, {4, 8}}, routes, narrow, latency);
+  });
+  dispatch = {.format = WireFormat::nvfp4};
+  expect_refused({"format", "nvfp4", "latency mode"},
+                 [&] { check_dispatch(tensor(4), 4, 2, dispatch); });
   latency = {};
   latency.order = static_cast<RowOrder>(5);
   expect_refused({"order", "5", "rank_major"},

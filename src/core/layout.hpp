@@ -175,7 +175,7 @@ FERRY_FN constexpr CombineRowLayout make_combine_row_layout(std::size_t hidden) 
 }
 
 /// What a latency dispatch says of its rows, at the start of each record.
-inline constexpr std::size_t kSourceHeaderBytes = 24;
+inline constexpr std::size_t kSourceHeaderBytes = 32;
 
 /// A row of a latency dispatch as it crosses to another domain, with all that belongs to it, so
 /// that it is one write: the source's header, token, K local ids, K weights; row; scales. Records

@@ -3,6 +3,7 @@
 //   number/formats.hpp   Bf16, Fp16, E4m3, E5m2: storage types, to_float, from_float
 //   number/quantize.hpp  fp8 with one fp32 scale for each 128 channels
 //   number/logfmt.hpp    10 bits: a sign and a logarithm between the extremes of 128 channels
+//   number/nvfp4.hpp     e2m1, two a byte, with one e4m3 scale for each 16 channels
 //   number/ue8m0.hpp     power-of-two scales as biased exponents, four a word
 //
 // What all of it relies on, host and device: IEEE-754 binary32 `float`, the default rounding
@@ -13,5 +14,6 @@
 
 #include "core/number/formats.hpp"
 #include "core/number/logfmt.hpp"
+#include "core/number/nvfp4.hpp"
 #include "core/number/quantize.hpp"
 #include "core/number/ue8m0.hpp"

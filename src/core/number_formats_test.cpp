@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "core/number/nvfp4.hpp"
 #include "core/number_test_oracle.hpp"
 
 namespace ferry {
@@ -57,14 +58,19 @@ void expect_like_model(const Model& model, const std::vector<float>& inputs) {
   }
 }
 
+template <>
+Model model_of<E2m1>() {
+  return oracle::e2m1();
+}
+
 template <class T>
 class NumberFormats : public testing::Test {};
-using Types = testing::Types<Bf16, Fp16, E4m3, E5m2>;
+using Types = testing::Types<Bf16, Fp16, E4m3, E5m2, E2m1>;
 TYPED_TEST_SUITE(NumberFormats, Types);
 
 TYPED_TEST(NumberFormats, WidensEveryCodeExactly) {
   const Model model = model_of<TypeParam>();
-  const bool has_infinity = !std::is_same_v<TypeParam, E4m3>;
+  const bool has_infinity = !std::is_same_v<TypeParam, E4m3>;  // E2m1 has finite codes alone
   for (std::uint32_t code = 0; code < 2 * model.sign_bit(); ++code) {
     const float x = to_float(TypeParam{static_cast<decltype(TypeParam::bits)>(code)});
     const std::uint32_t magnitude = code & (model.sign_bit() - 1);

@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "core/number/nvfp4.hpp"
 #include "core/number/ue8m0.hpp"
 #include "core/number_test_oracle.hpp"
 
@@ -222,6 +223,68 @@ TYPED_TEST(NumberQuantize, DoesNotDependOnFlushingSubnormals) {
         ASSERT_EQ(bits_from_float(back[i]), bits_from_float(back_flushed[i]));
       }
     }
+  }
+}
+#endif
+
+struct Nvfp4Row {
+  std::vector<std::uint8_t> codes;
+  std::vector<E4m3> scales;
+  bool operator==(const Nvfp4Row&) const = default;
+};
+
+Nvfp4Row nvfp4_of(const std::vector<float>& row, float g) {
+  Nvfp4Row made{std::vector<std::uint8_t>(row.size() / 2 + 1, 0xa5),
+                std::vector<E4m3>(row.size() / 16 + 1, E4m3{0xa5})};
+  quantize_nvfp4(row.data(), row.size(), g, made.codes.data(), made.scales.data());
+  EXPECT_EQ(made.codes.back(), 0xa5) << "wrote past the row";
+  EXPECT_EQ(made.scales.back().bits, 0xa5) << "wrote past the scales";
+  return made;
+}
+
+/// By the tables of both formats, with the products rounded to float as the header says.
+void expect_nvfp4_like_oracle(const std::vector<float>& row, float g) {
+  const Nvfp4Row made = nvfp4_of(row, g);
+  for (std::size_t at = 0; at < row.size(); at += 16) {
+    float amax = 0;
+    for (std::size_t i = at; i < at + 16; ++i) {
+      if (!std::isnan(amax)) amax = std::isnan(row[i]) ? row[i] : std::max(amax, std::fabs(row[i]));
+    }
+    if (std::isinf(amax)) amax = kF32Max;
+    const std::uint32_t scale = oracle::e4m3().encode(g * (amax / 6.0f));
+    ASSERT_EQ(made.scales[at / 16].bits, scale) << amax << " times " << g;
+    if (std::isnan(amax)) continue;
+    const auto inv = scale == 0 ? 0.0f : g / static_cast<float>(oracle::e4m3().value(scale));
+    for (std::size_t i = at; i < at + 16; ++i) {
+      const std::uint32_t code = made.codes[i / 2] >> (i % 2 * 4) & 0xfu;
+      ASSERT_EQ(code, oracle::e2m1().encode(row[i] * inv)) << row[i] << " of " << amax;
+    }
+  }
+}
+
+TEST(NumberNvfp4, IsWhatItsDefinitionSays) {
+  std::mt19937 generator(oracle::seed());
+  std::normal_distribution<float> normal;
+  for (const float g : {1.0f, 448.0f, 1234.5f, 0x1p-100f, 0x1p100f}) {
+    std::vector<float> row(16 * 400);
+    for (float& x : row) x = normal(generator) * 448 * 6 / 5 / g;
+    row[0] = kF32Nan;
+    row[16] = kF32Infinity;
+    row[33] = -kF32Infinity;
+    std::fill_n(row.begin() + 48, 16, 0.0f);
+    std::fill_n(row.begin() + 64, 16, -1e-30f / g);
+    expect_nvfp4_like_oracle(row, g);
+    expect_nvfp4_like_oracle(oracle::random_floats(16 * 200, generator()), g);
+  }
+}
+
+#if defined(__SSE2__)
+TEST(NumberNvfp4, DoesNotDependOnFlushingSubnormals) {
+  for (const float g : {1.0f, 0x1p-100f, 0x1p100f}) {
+    const std::vector<float> row = oracle::random_floats(16 * 2000, oracle::seed());
+    const Nvfp4Row made = nvfp4_of(row, g);
+    const oracle::FlushSubnormals flush;
+    ASSERT_EQ(made, nvfp4_of(row, g));
   }
 }
 #endif

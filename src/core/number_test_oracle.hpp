@@ -113,6 +113,10 @@ inline Model e5m2() {
   return Model(5, 2, 0x7b, 0x7f, true);
 }
 
+inline Model e2m1() {
+  return Model(2, 1, 0x7, 0x7, true);
+}
+
 /// Zeros, infinities, NaNs of both kinds and signs, subnormals, the ends of the range.
 inline std::vector<float> special_floats() {
   std::vector<float> result;

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import ferry
+from deep_ep.arguments import check_memory
 from deep_ep.block_signals import Blocks, signals_of
 from deep_ep.errors import refuse, require
 from deep_ep.event import EventOverlap
@@ -24,6 +25,7 @@ from deep_ep.low_latency_checks import (
     check_sizes,
     check_stats,
     check_tokens,
+    nvfp4_of,
     same_routes,
     unpacked,
     wire_of,
@@ -98,6 +100,10 @@ class LowLatency(Masks):
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        *,
+        x_global_scale: Tensor | None = None,
+        use_nvfp4: bool = False,
+        use_ue8m0_for_sf: bool = False,
     ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, Handle, EventOverlap, Hook | None]:
         """Collective. Sends every token to the experts that it names.
 
@@ -110,6 +116,11 @@ class LowLatency(Masks):
             use_fp8: rows arrive as e4m3 with a scale for each 128 channels.
             round_scale: scales are powers of two. use_ue8m0: as exponents, four in an i32.
             return_recv_hook: only send; the hook receives.
+            use_nvfp4: of a fork, in CPU memory; needs use_fp8=False. Rows arrive as u8 [R*C, H/2,
+                L], two e2m1 values a byte, the first in the lower half, and e4m3 scales
+                [32, 4, ceil(R*C/128), 4, ceil(H/64), L] for each 16 channels. x_global_scale: f32
+                of no dimension, the same on all ranks; a value is code * scale / x_global_scale.
+                use_ue8m0_for_sf: False.
 
         Returns, with L local experts, R ranks and C = `num_max_dispatch_tokens_per_rank`: the rows
         [L, R*C, H], with fp8 a pair with their scales; the number of valid rows, i32 [L]; the
@@ -119,7 +130,14 @@ class LowLatency(Masks):
         call = "low_latency_dispatch"
         check_mode(call, self.low_latency_mode, async_finish, return_recv_hook)
         check_tokens(call, x, topk_idx)
-        wire = wire_of(call, use_fp8, round_scale, use_ue8m0)
+        if use_nvfp4:
+            of_fp8 = round_scale or use_ue8m0
+            wire = nvfp4_of(call, use_fp8, of_fp8, use_ue8m0_for_sf, x_global_scale)
+        else:
+            wire = wire_of(call, use_fp8, round_scale, use_ue8m0)
+            if x_global_scale is not None or use_ue8m0_for_sf:
+                name = "x_global_scale, use_ue8m0_for_sf"
+                refuse(call, name, "one of them", "use_nvfp4=True beside it")
         capacity, experts = num_max_dispatch_tokens_per_rank, num_experts
         tokens, hidden = x.shape
         key = (capacity, hidden, experts, topk_idx.shape[1], x.dtype, x.device, False)
@@ -157,8 +175,9 @@ class LowLatency(Masks):
         elif stats is not None:
             with nullcontext() if turn is None else turn.context():
                 stats.add_(made.counts)
+        rows = made.x if made.scales is None else (made.x, made.scales)
         return (
-            made.x if made.scales is None else (made.x, made.scales),
+            tiled(*rows) if use_nvfp4 else rows,
             made.counts,
             (made.source_token, made.ranges, capacity, hidden, experts),
             _end(turn, x, topk_idx),
@@ -352,6 +371,7 @@ class LowLatency(Masks):
         options = {} if turn is None else {"stream": turn.stream}
         made = rounds.dispatch(x, topk_idx, Wire(), hook=False, **options)
         if self.enable_shrink:
+            check_memory(call, x=rows)
             with nullcontext() if turn is None else turn.context(rows, ranges):
                 rows = moved(rows, ranges, made.ranges, rounds.rows_of_expert)
         return rounds, made, rows
@@ -359,6 +379,13 @@ class LowLatency(Masks):
     def _waits(self, call: str, name: str, stats: Tensor) -> dict[str, Any]:
         check_stats(call, name, stats, torch.int64, self.group_size)
         return {"wait_ns": stats}
+
+
+def tiled(rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """NVFP4 as the fork's grouped GEMM takes it: dimensions in another order."""
+    experts, tiles = scales.shape[:2]
+    whole = scales.view(experts, tiles, -1, 32, 4, 4)
+    return rows.permute(1, 2, 0), whole.permute(3, 4, 1, 5, 2, 0)
 
 
 def _rows(call: str, rounds: Rounds, made: Round | None) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deep_ep.arguments import check_memory
 from deep_ep.errors import refuse, require, require_integer
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -18,6 +19,7 @@ class Wire(NamedTuple):
 
     format: str = "as_is"
     scale_format: str = "f32"
+    global_scale: float = 1.0
 
 
 # (use_fp8, round_scale, use_ue8m0). Without fp8 the others say nothing.
@@ -46,6 +48,21 @@ def check_sizes(call: str, **sizes: Any) -> None:
     """Positive integers."""
     for name, size in sizes.items():
         require_integer(call, name, size, 1, "a positive integer")
+
+
+def nvfp4_of(
+    call: str, use_fp8: bool, scales_of_fp8: bool, ue8m0_for_sf: bool, global_scale: Any
+) -> Wire:
+    """The same with use_nvfp4. global_scale: f32 of no dimension."""
+    require(not use_fp8, call, "use_fp8", True, "False beside use_nvfp4=True")
+    expected = "False beside use_nvfp4=True, whose scales are e4m3"
+    require(not scales_of_fp8, call, "round_scale, use_ue8m0", True, expected)
+    require(not ue8m0_for_sf, call, "use_ue8m0_for_sf", True, "False: scales are e4m3")
+    check_tensor(call, "x_global_scale", global_scale, (torch.float32,), ())
+    scale = float(global_scale)
+    good = 2.0**-100 <= scale <= 2.0**100
+    require(good, call, "x_global_scale", scale, "2^-100 to 2^100")
+    return Wire("nvfp4", global_scale=scale)
 
 
 def wire_of(call: str, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Wire:
@@ -82,6 +99,7 @@ def check_tensor(
         f"strides {list(tensor.stride())}",
         f"a contiguous tensor; call {name}.contiguous() first",
     )
+    check_memory(call, **{name: tensor})
 
 
 def check_tokens(call: str, x: Any, topk_idx: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import ferry
+from deep_ep.arguments import check_memory
 from deep_ep.borrowed import borrowed, tensor_of
 from deep_ep.errors import EPException
 from deep_ep.low_latency_checks import Shape, Wire
@@ -129,7 +130,7 @@ class Rounds:
         self.shape = shape
         self.exchange = exchange
         self.local_experts = group.local_experts
-        self._lent: dict[tuple[int, Wire], Parts] = {}
+        self._lent: dict[tuple[int, str, str], Parts] = {}
         self._turn = 0
         self._rounds: list[Round | None] = [None, None]
         self._rows: list[Tensor | None] = [None, None]
@@ -142,11 +143,10 @@ class Rounds:
             before.end()
         counted, on = self.counted(options), self._on(options)
         if members is not None:
+            check_memory("low_latency_dispatch", topk_idx=topk_idx)
             with on():
                 topk_idx = members.routes(topk_idx)
-        received = self.exchange.dispatch(
-            x, topk_idx, format=wire.format, scale_format=wire.scale_format, **options
-        )
+        received = self.exchange.dispatch(x, topk_idx, **wire._asdict(), **options)
         parts, arrived = self._parts(received, wire), counted
         if self._own_ranges:
             among = parts.ranges
@@ -232,7 +232,7 @@ class Rounds:
                 )
             )
         raw: Any = received.raw
-        place = raw.x.address, wire
+        place = raw.x.address, wire.format, wire.scale_format
         lent = self._lent.get(place)
         if lent is None:
             lent = self._lent[place] = Parts(
@@ -241,7 +241,7 @@ class Rounds:
         x, scales, counts, source_token, ranges = lent
         return Parts(
             received.x if x is None else x.detach(),
-            _other(raw.scales) if scales is None else scales.detach(),
+            _scales(raw.scales) if scales is None else scales.detach(),
             tensor_of(raw.counts) if counts is None else counts.detach(),
             tensor_of(raw.source_token) if source_token is None else source_token.detach(),
             tensor_of(raw.ranges) if ranges is None else ranges.detach(),
@@ -266,13 +266,17 @@ class Rounds:
         found = self._rows[of.turn]
         if found is None:
             with torch.inference_mode(False):  # it is kept for calls of any mode
-                found = torch.empty(of.x.shape, dtype=self.shape.dtype, device=of.x.device)
+                shape = (*of.x.shape[:2], self.shape.hidden)
+                found = torch.empty(shape, dtype=self.shape.dtype, device=of.x.device)
             self._rows[of.turn] = found
         return found
 
 
-def _other(made: Any) -> Tensor | None:
-    return None if made is None else tensor_of(made)
+def _scales(made: Any) -> Tensor | None:
+    if made is None:
+        return None
+    found = tensor_of(made)
+    return found.view(torch.float8_e4m3fn) if found.dtype == torch.uint8 else found
 
 
 def _nothing() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
 import torch
 from low_latency_bodies import (
     CAPACITY,
@@ -19,7 +20,9 @@ from low_latency_bodies import (
     finish,
     own,
 )
-from low_latency_reference import Batch, factor
+from low_latency_reference import Batch, factor, nvfp4, nvfp4_values
+
+import ferry
 
 TOKENS = [5, 0, CAPACITY, 1, 7, 3, 2, 9]
 BF16 = FORMATS["bf16"]
@@ -48,6 +51,41 @@ def every_format_and_end(buffer: Any, device: str) -> None:
     for form in FORMATS.values():
         for end in ENDS:
             round_trip(buffer, device, batch, end, **form)
+
+
+def rows_of_nvfp4(buffer: Any, device: str) -> None:
+    """Codes and scales in the order of dimensions of the fork that has them, then a combine of what
+    they stand for. 192 channels fill three tiles of four scales."""
+    ranks, hidden = buffer.group_size, 192
+    batch = Batch(ranks, TOKENS[:ranks], 2 * ranks, 2, hidden, whole=False)
+    g = 448 * 6 / torch.cat(batch.x).float().abs().max()
+    how = {"use_fp8": False, "use_nvfp4": True, "x_global_scale": g}
+    if device == "cuda":  # no kernel writes them yet
+        with pytest.raises(ferry.UnsupportedError, match="nvfp4 in GPU memory"):
+            dispatch(buffer, batch, device, **how)
+        return
+    wanted = [nvfp4(x, g) for x in batch.x]
+    restored = [nvfp4_values(*made, g) for made in wanted]
+    local, room = len(batch.local(buffer.rank)), ranks * CAPACITY
+    for end in ENDS:
+        (x, scales), counts, handle = dispatch(buffer, batch, device, end, **how)
+        assert (x.dtype, x.shape) == (torch.uint8, (room, hidden // 2, local))
+        tiles = (32, 4, -(-room // 128), 4, 3, local)
+        assert (scales.dtype, scales.shape) == (torch.float8_e4m3fn, tiles)
+        codes = torch.stack((x & 15, x >> 4), 2).view(room, hidden, local).permute(2, 0, 1).long()
+        made = buffer.get_next_low_latency_combine_buffer(handle)
+        assert (made.dtype, made.shape) == (torch.bfloat16, (local, room, hidden))
+        for e, arrivals in enumerate(batch.arrivals(buffer.rank)):
+            assert counts[e] == len(arrivals)
+            for t, (source, token) in enumerate(arrivals):
+                own_scales = scales[t % 32, t % 128 // 32, t // 128, :, :, e].T.reshape(-1)
+                rows, columns = (one[token] for one in wanted[source])
+                assert torch.equal(codes[e, t], rows)
+                assert torch.equal(own_scales.view(torch.uint8), columns.view(torch.uint8))
+                expert = torch.tensor(batch.local(buffer.rank)[e])
+                made[e, t] = restored[source][token].float() * factor(expert)
+        combined = combine(buffer, batch, made, handle, device, end, zero_copy=True)
+        assert torch.equal(combined, batch.combined(buffer.rank, restored)), end
 
 
 def sizes_that_the_original_refuses(buffer: Any, device: str) -> None:
@@ -322,8 +360,11 @@ def waits_are_added(buffer: Any, device: str) -> None:
             assert buffer.rank == late or not waits or stats[late] >= LATE * 1e9 / 2
 
 
+ROUNDED = (every_format_and_end, rows_of_nvfp4)
+"""Whose sums are rounded, once more with enable_shrink."""
 ALL = (
     every_format_and_end,
+    rows_of_nvfp4,
     sizes_that_the_original_refuses,
     routes_of_32_bits_and_nobody_routed,
     other_dtypes,

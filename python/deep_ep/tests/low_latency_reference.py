@@ -99,3 +99,28 @@ def restored(codes: Tensor, scales: Tensor) -> Tensor:
         scales = torch.exp2(exponents.flatten(-2).float() - 127)
     wide = scales.repeat_interleave(BLOCK, -1)[..., : codes.shape[-1]]
     return (codes.float() * wide).bfloat16()
+
+
+LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of e2m1, by code
+
+
+def nvfp4(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """e2m1 codes [T, H] with their sign in bit 3, and e4m3 scales [T, H/16]: the nearest level, of
+    two the one with the even code."""
+    cut = x.float().view(len(x), x.shape[1] // 16, 16)
+    amax = cut.abs().amax(2)
+    scales = (g * (amax / torch.full_like(amax, 6))).to(torch.float8_e4m3fn)
+    wide = scales.float()[:, :, None]
+    scaled = torch.where(wide == 0, 0.0, cut * (g / wide))
+    apart = (scaled.abs()[..., None] - LEVELS).abs()
+    code = apart.argmin(-1)
+    above = (code + 1).clamp(max=7)
+    tie = apart.gather(-1, code[..., None]) == apart.gather(-1, above[..., None])
+    code = torch.where(tie[..., 0] & (code % 2 == 1), above, code)
+    return (code + 8 * scaled.signbit()).view(x.shape), scales
+
+
+def nvfp4_values(codes: Tensor, scales: Tensor, g: Tensor) -> Tensor:
+    """bf16 rows of codes [.., H] and scales [.., H/16]."""
+    values = torch.where(codes >= 8, -1.0, 1.0) * LEVELS[codes & 7]
+    return (values * scales.float().repeat_interleave(16, -1) / g).bfloat16()

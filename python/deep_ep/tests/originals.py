@@ -55,9 +55,10 @@ FILES = {
         "deep_ep.utils.testing": ("utils/testing.py",),
     },
     "hybrid-ep": {"deep_ep.hybrid_ep_buffer": ("hybrid_ep_buffer.py",)},
+    "nvfp4": {"deep_ep": ("buffer.py",)},
 }
 """Which files of each release define what is imported from which module. The release hybrid-ep is
-a branch of DeepEP without a number."""
+a branch of DeepEP without a number, nvfp4 one of a fork (its pull request 341)."""
 
 ELSEWHERE = {"1.2.1": {"check_nvlink_connections": "deep_ep.utils"}}
 """Functions that a release has in another module than its classes."""

@@ -31,7 +31,7 @@ def test_on_cpu(body: Any, size: int) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [body for body in calls.ALL if body is not calls.every_format_and_end],  # rounded once more
+    [body for body in calls.ALL if body not in calls.ROUNDED],
     ids=lambda body: body.__name__,
 )
 def test_nobody_is_left_out_on_cpu(body: Any) -> None:
@@ -160,12 +160,32 @@ def test_refusals() -> None:
         rows, counts, handle = dispatch(buffer, batch, use_fp8=False)
         answer = buffer.low_latency_combine
         both = {"async_finish": True, "return_recv_hook": True}
+
+        def nvfp4(**changes: Any) -> Any:
+            return send(x, topk_idx, 12, 4, **({"use_fp8": False, "use_nvfp4": True} | changes))
+
         for call, match in (
             (lambda: send(x, topk_idx, 3, 4), "4 tokens; expected at most .* = 3"),
             (lambda: send(x, topk_idx, 0, 4), "num_max_dispatch_tokens_per_rank: got 0"),
             (lambda: send(x, topk_idx, 12, -1), "num_experts: got -1"),
             (lambda: send(x, topk_idx, 12, 4, **both), "one of the two"),
             (lambda: send(x, topk_idx, 12, 4, use_ue8m0=True), "round_scale=True"),
+            (lambda: send(x, topk_idx, 12, 4, use_nvfp4=True), "use_fp8: got True; expected False"),
+            (lambda: nvfp4(), "x_global_scale: got an object of type NoneType; expected float32"),
+            (
+                lambda: nvfp4(x_global_scale=torch.ones(1)),
+                r"got float32 \[1\]; expected float32 \[\]",
+            ),
+            (lambda: nvfp4(round_scale=True), "round_scale, use_ue8m0: got True; expected False"),
+            (lambda: nvfp4(use_ue8m0_for_sf=True), "use_ue8m0_for_sf: got True; expected False"),
+            (
+                lambda: nvfp4(x_global_scale=torch.tensor(0.0)),
+                "x_global_scale: got 0.0; expected 2",
+            ),
+            (
+                lambda: send(x, topk_idx, 12, 4, x_global_scale=torch.tensor(1.0)),
+                "x_global_scale, use_ue8m0_for_sf: got one of them; expected use_nvfp4=True",
+            ),
             (lambda: send(x.to(torch.int32), topk_idx, 12, 4), "x: got int32"),
             (lambda: send(x.T, topk_idx, 12, 4), r"x\.contiguous\(\)"),
             (lambda: send(x, topk_idx[:3], 12, 4), r"topk_idx: got int64 \[3, 2\]"),

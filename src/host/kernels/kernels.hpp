@@ -37,14 +37,15 @@ struct SumRows {
   CombineRowLayout in_flight{};
 };
 
-/// Quantises one row to e4m3 with one scale for each 128 channels.
+/// Quantises one row, to e4m3 with one scale for each 128 channels, or to NVFP4.
 struct QuantizeRow {
   const void* row = nullptr;
   Dtype dtype = Dtype::bf16;  ///< f32, bf16 or f16
   std::int64_t columns = 0;
   bool round_scale = false;
-  void* codes = nullptr;    ///< [columns] e4m3
-  float* scales = nullptr;  ///< [ceil(columns / 128)]
+  void* codes = nullptr;   ///< [columns] e4m3, or columns / 2 bytes
+  void* scales = nullptr;  ///< f32 [ceil(columns / 128)], or e4m3 [columns / 16]
+  float global_scale = 0;  ///< not 0: NVFP4
 };
 
 /// Writes one row as LogFMT-10 codes and ranges.

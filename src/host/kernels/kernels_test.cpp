@@ -201,6 +201,34 @@ void same_codes(Dtype dtype) {
   }
 }
 
+template <class T>
+void same_nvfp4(Dtype dtype) {
+  std::mt19937 random(kSeed + 4);
+  SCOPED_TRACE("seed " + std::to_string(kSeed + 4));
+  for (const std::size_t columns : {16u, 48u, 512u, 1424u}) {
+    const std::vector<T> row = values<T>(random, columns);
+    for (const float global_scale : {1.0f, 37.5f, 0x1p-100f, 0x1p100f}) {
+      std::vector<std::uint8_t> expected(columns / 2 + 1, 0x5a);
+      std::vector<E4m3> scales(columns / 16 + 1, E4m3{0x5a});
+      quantize_nvfp4(row.data(), columns, global_scale, expected.data(), scales.data());
+      for (const Kernels* variant : all_kernels()) {
+        std::vector<std::uint8_t> got(expected.size(), 0x5a);
+        std::vector<E4m3> got_scales(scales.size(), E4m3{0x5a});
+        variant->quantize_row({row.data(), dtype, static_cast<std::int64_t>(columns), false,
+                               got.data(), got_scales.data(), global_scale});
+        ASSERT_EQ(got, expected) << variant->name << ", columns " << columns;
+        ASSERT_EQ(got_scales, scales) << variant->name << ", columns " << columns;
+      }
+    }
+  }
+}
+
+TEST(Kernels, QuantizesNvfp4) {
+  same_nvfp4<float>(Dtype::f32);
+  same_nvfp4<Bf16>(Dtype::bf16);
+  same_nvfp4<Fp16>(Dtype::f16);
+}
+
 TEST(Kernels, QuantizesF32) {
   same_codes<float>(Dtype::f32);
 }

@@ -168,7 +168,7 @@ const std::byte* encode_sum(const LatencyMemory& memory, const LatencyCombineCal
     quantize.dtype = memory.config.dtype;
     quantize.columns = memory.config.hidden;
     quantize.codes = room;
-    quantize.scales = reinterpret_cast<float*>(room + memory.combine_row.e4m3_scales);
+    quantize.scales = room + memory.combine_row.e4m3_scales;
     kernels().quantize_row(quantize);
     return room;
   }

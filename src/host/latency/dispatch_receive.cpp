@@ -10,10 +10,18 @@
 namespace ferry::host {
 namespace {
 
+/// Of NVFP4's scales, 128 rows by four.
+constexpr std::int64_t kTileBytes = 512;
+
 Tensor scales_tensor(const LatencyMemory& memory, const Exchange& exchange, std::int64_t blocks,
                      std::int64_t rows) {
+  const std::size_t scales = memory.scales(exchange);
+  if (memory.nvfp4(exchange)) {
+    const auto tiles = static_cast<std::int64_t>((scales + 3) / 4);
+    return heap_tensor({blocks, (rows + 127) / 128, tiles * kTileBytes}, Dtype::e4m3);
+  }
   const bool packed = exchange.options.scale_format == ScaleFormat::ue8m0_packed;
-  const std::size_t count = packed ? ue8m0_word_count(memory.scales()) : memory.scales();
+  const std::size_t count = packed ? ue8m0_word_count(scales) : scales;
   const auto columns = static_cast<std::int64_t>(count);
   const Tensor stored = heap_tensor({blocks, columns, rows}, packed ? Dtype::i32 : Dtype::f32);
   return {TensorView(stored.data(), stored.dtype(), {blocks, rows, columns},
@@ -22,13 +30,12 @@ Tensor scales_tensor(const LatencyMemory& memory, const Exchange& exchange, std:
 }
 
 void make_expert_major(const LatencyMemory& memory, Exchange& exchange) {
-  const std::int64_t experts = memory.local_experts(), rows = memory.output_rows(),
-                     hidden = memory.config.hidden;
+  const std::int64_t experts = memory.local_experts(), rows = memory.output_rows();
   LatencyReceived& result = exchange.result;
   std::byte* output = memory.segment.data + memory.layout.outputs +
                       memory.buffer(exchange.generation) * memory.layout.output_bytes;
-  const Dtype dtype = memory.quantized(exchange) ? Dtype::e4m3 : memory.config.dtype;
-  result.x = {TensorView(output, dtype, {experts, rows, hidden}),
+  result.x = {TensorView(output, memory.row_dtype(exchange),
+                         {experts, rows, memory.row_elements(exchange)}),
               std::shared_ptr<void>(exchange.lease, output)};
   result.counts = heap_tensor({experts}, Dtype::i32);
   result.source_token = heap_tensor({experts, rows}, Dtype::i32);
@@ -41,13 +48,13 @@ void make_rank_major(const LatencyMemory& memory, Exchange& exchange) {
   const std::int64_t capacity = memory.config.capacity, topk = memory.config.topk;
   LatencyReceived& result = exchange.result;
   std::byte* rows = memory.segment.data + memory.rows_offset(exchange.generation);
-  const Dtype dtype = memory.quantized(exchange) ? Dtype::e4m3 : memory.config.dtype;
+  const Dtype dtype = memory.row_dtype(exchange);
+  const std::int64_t elements = memory.row_elements(exchange);
   const auto source_bytes = static_cast<std::int64_t>(memory.row_offset(exchange, 1, 0) -
                                                       memory.row_offset(exchange, 0, 0));
   result.x = {
-      TensorView(
-          rows, dtype, {memory.ranks(), capacity, memory.config.hidden},
-          {source_bytes / static_cast<std::int64_t>(size_of(dtype)), memory.config.hidden, 1}, {}),
+      TensorView(rows, dtype, {memory.ranks(), capacity, elements},
+                 {source_bytes / static_cast<std::int64_t>(size_of(dtype)), elements, 1}, {}),
       std::shared_ptr<void>(exchange.lease, rows)};
   result.counts = heap_tensor({memory.ranks()}, Dtype::i32);
   result.source_token = heap_tensor({memory.ranks(), capacity}, Dtype::i32);
@@ -70,6 +77,9 @@ SourceHeader checked_header(const LatencyMemory& memory, Exchange& exchange, int
   if (!same) {
     disagree(memory.engine, kLatencyDispatch, source, "format or scale_format",
              exchange.generation);
+  }
+  if (header.global_scale != exchange.options.global_scale) {
+    disagree(memory.engine, kLatencyDispatch, source, "global_scale", exchange.generation);
   }
   if (header.weights != (exchange.options.topk_weights ? 1u : 0u)) {
     disagree(memory.engine, kLatencyDispatch, source, "choice of topk_weights (all ranks or none)",
@@ -106,20 +116,37 @@ const Arrival& note_arrival(const LatencyMemory& memory, Exchange& exchange, int
   return exchange.arrivals.emplace_back(Arrival{source, row, token});
 }
 
+/// Into the tile of the row; four of a row lie together.
+void place_nvfp4_scales(const LatencyMemory& memory, const Exchange& exchange,
+                        const std::byte* from, std::int64_t block, std::int64_t place) {
+  const TensorView& to = exchange.result.scales.view();
+  const std::size_t count = memory.scales(exchange);
+  std::byte* at = exchange.result.scales.as<std::byte>() + block * to.strides[0] +
+                  place / 128 * to.strides[1] + place % 32 * 16 + place % 128 / 32 * 4;
+  for (std::size_t j = 0; j < count; j += 4, at += kTileBytes) {
+    std::byte four[4] = {};
+    std::memcpy(four, from + j, std::min<std::size_t>(4, count - j));
+    std::memcpy(at, four, sizeof four);
+  }
+}
+
 void place_scales(const LatencyMemory& memory, const Exchange& exchange, int source,
                   std::int64_t row, std::int64_t block, std::int64_t place) {
-  const float* from = memory.scales_from(exchange, source, row);
+  const std::byte* sent = memory.scales_from(exchange, source, row);
+  if (memory.nvfp4(exchange)) return place_nvfp4_scales(memory, exchange, sent, block, place);
+  const auto* from = reinterpret_cast<const float*>(sent);
+  const std::size_t count = memory.scales(exchange);
   const Tensor& to = exchange.result.scales;
   const Extents& strides = to.view().strides;
   const std::int64_t base = block * strides[0] + place * strides[1];
   if (exchange.options.scale_format != ScaleFormat::ue8m0_packed) {
-    for (std::size_t c = 0; c < memory.scales(); ++c) {
+    for (std::size_t c = 0; c < count; ++c) {
       to.as<float>()[base + static_cast<std::int64_t>(c) * strides[2]] = from[c];
     }
     return;
   }
-  std::vector<std::uint32_t> words(ue8m0_word_count(memory.scales()));
-  pack_ue8m0(from, memory.scales(), words.data());
+  std::vector<std::uint32_t> words(ue8m0_word_count(count));
+  pack_ue8m0(from, count, words.data());
   for (std::size_t c = 0; c < words.size(); ++c) {
     to.as<std::uint32_t>()[base + static_cast<std::int64_t>(c) * strides[2]] = words[c];
   }

@@ -18,6 +18,7 @@ SourceHeader header_of(const Exchange& exchange, int peer, std::int32_t rows) {
   header.format = static_cast<std::uint8_t>(exchange.options.format);
   header.scale_format = static_cast<std::uint8_t>(exchange.options.scale_format);
   header.weights = exchange.options.topk_weights ? 1 : 0;
+  header.global_scale = exchange.options.global_scale;
   return header;
 }
 
@@ -32,6 +33,7 @@ void encode(const LatencyMemory& memory, const Exchange& exchange, const std::by
   quantize.dtype = memory.config.dtype;
   quantize.columns = memory.config.hidden;
   quantize.round_scale = exchange.options.scale_format != ScaleFormat::f32;
+  if (memory.nvfp4(exchange)) quantize.global_scale = exchange.options.global_scale;
   quantize.codes = wire.codes.data();
   quantize.scales = wire.scales.data();
   kernels().quantize_row(quantize);
@@ -67,10 +69,9 @@ std::size_t send_row(LatencyMemory& memory, const Exchange& exchange, const Wire
   std::size_t bytes = memory.row_bytes(exchange);
   memory.reach.write(peer, memory.at(memory.row_offset(exchange, self, row)), wire.row, bytes, tag);
   if (memory.quantized(exchange)) {
-    const std::size_t scale_bytes = wire.scales.size() * sizeof(float);
     memory.reach.write(peer, memory.at(memory.scales_offset(exchange, self, row)),
-                       wire.scales.data(), scale_bytes, tag);
-    bytes += scale_bytes;
+                       wire.scales.data(), wire.scales.size(), tag);
+    bytes += wire.scales.size();
   }
   const std::size_t words = 1 + static_cast<std::size_t>(memory.config.topk) *
                                     (exchange.weights.empty() ? std::size_t{1} : std::size_t{2});
@@ -87,8 +88,6 @@ std::size_t send_record(LatencyMemory& memory, const Exchange& exchange, const W
   const RecordLayout layout = memory.record_layout(exchange);
   const SourceHeader header = header_of(exchange, peer, rows);
   const std::size_t words = 1 + 2 * static_cast<std::size_t>(memory.config.topk);
-  const std::size_t scale_bytes =
-      memory.quantized(exchange) ? wire.scales.size() * sizeof(float) : 0;
   std::size_t bytes = 0;
   std::array<fabric::Piece, 7> pieces{};
   std::size_t count = 0;
@@ -101,7 +100,7 @@ std::size_t send_record(LatencyMemory& memory, const Exchange& exchange, const W
   add(&header, sizeof header, layout.meta);
   add(wire.meta.data(), words * sizeof(std::int32_t), layout.row);
   add(wire.row, memory.row_bytes(exchange), layout.scales);
-  if (scale_bytes > 0) add(wire.scales.data(), scale_bytes, layout.bytes);
+  if (!wire.scales.empty()) add(wire.scales.data(), wire.scales.size(), layout.bytes);
   memory.reach.write_pieces(peer,
                             memory.at(memory.record_offset(exchange, memory.engine.rank(), row)),
                             {pieces.data(), count}, protocol::Credit<>::tag(exchange.generation));
@@ -136,10 +135,8 @@ void send_rows(LatencyMemory& memory, const protocol::Credit<>& credit, const Ex
                const ConstTensorView& x, const RankBytes& to) {
   const Generation g = exchange.generation;
   WireToken wire;
-  if (memory.quantized(exchange)) {
-    wire.codes.resize(static_cast<std::size_t>(memory.config.hidden));
-    wire.scales.resize(memory.scales());
-  }
+  if (memory.quantized(exchange)) wire.codes.resize(memory.row_bytes(exchange));
+  wire.scales.resize(memory.scale_bytes(exchange));
   wire.meta.assign(memory.layout.meta_slot / sizeof(std::int32_t), -1);
   const std::vector<std::int32_t> all = rows_to_ranks(memory, exchange);
   std::vector<std::int32_t> sent(static_cast<std::size_t>(memory.ranks()), 0);

@@ -28,6 +28,8 @@ struct SourceHeader {
   std::uint8_t format = 0;
   std::uint8_t scale_format = 0;
   std::uint16_t weights = 0;  ///< 1: they are beside the rows
+  float global_scale = 0;
+  std::uint32_t unused = 0;
 };
 static_assert(sizeof(SourceHeader) == kSourceHeaderBytes);
 
@@ -119,7 +121,7 @@ struct Exchange {
 struct WireToken {
   const void* row = nullptr;
   std::vector<std::byte> codes{};
-  std::vector<float> scales{};
+  std::vector<std::byte> scales{};
   std::vector<std::int32_t> meta{};
 };
 

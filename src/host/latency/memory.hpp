@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/layout.hpp"
+#include "core/number/nvfp4.hpp"
 #include "core/number/quantize.hpp"
 #include "engine/reach.hpp"
 #include "host/latency/exchange.hpp"
@@ -30,12 +31,26 @@ struct LatencyMemory {
   protocol::Place at(std::size_t offset) const { return {segment.id, offset}; }
   std::size_t buffer(Generation generation) const { return generation % 2; }
   bool quantized(const Exchange& exchange) const {
-    return exchange.options.format == WireFormat::e4m3;
+    return exchange.options.format != WireFormat::as_is;
+  }
+  bool nvfp4(const Exchange& exchange) const {
+    return exchange.options.format == WireFormat::nvfp4;
+  }
+  /// What arrives, and how many of them are a row.
+  Dtype row_dtype(const Exchange& exchange) const {
+    switch (exchange.options.format) {
+      case WireFormat::e4m3: return Dtype::e4m3;
+      case WireFormat::nvfp4: return Dtype::u8;
+      default: return config.dtype;
+    }
+  }
+  std::int64_t row_elements(const Exchange& exchange) const {
+    return nvfp4(exchange) ? config.hidden / 2 : config.hidden;
   }
   /// Bytes of a row in flight, scales apart: rows of all sources lie close together, so that they
   /// are one tensor.
   std::size_t row_bytes(const Exchange& exchange) const {
-    return quantized(exchange) ? static_cast<std::size_t>(config.hidden) : plain_bytes();
+    return static_cast<std::size_t>(row_elements(exchange)) * size_of(row_dtype(exchange));
   }
   std::size_t rows_offset(Generation generation) const {
     return layout.rows + slot(generation, 0, 0) * layout.row_slot;
@@ -57,13 +72,20 @@ struct LatencyMemory {
     if (config.masks) {
       const std::size_t own = slot(0, 0, config.capacity) * row_bytes(exchange);
       return source_offset(exchange.generation, source) + own +
-             slot(0, 0, row) * scales() * sizeof(float);
+             slot(0, 0, row) * scale_bytes(exchange);
     }
     const std::size_t codes = slot(0, ranks(), 0) * row_bytes(exchange);
-    return rows_offset(exchange.generation) + codes +
-           slot(0, source, row) * scales() * sizeof(float);
+    return rows_offset(exchange.generation) + codes + slot(0, source, row) * scale_bytes(exchange);
   }
-  std::size_t scales() const { return scale_count(static_cast<std::size_t>(config.hidden)); }
+  /// Of a row.
+  std::size_t scales(const Exchange& exchange) const {
+    const auto hidden = static_cast<std::size_t>(config.hidden);
+    return nvfp4(exchange) ? hidden / kNvfp4Block : scale_count(hidden);
+  }
+  std::size_t scale_bytes(const Exchange& exchange) const {
+    if (!quantized(exchange)) return 0;
+    return scales(exchange) * (nvfp4(exchange) ? sizeof(E4m3) : sizeof(float));
+  }
   std::size_t meta_offset(Generation generation, int source, std::int64_t row) const {
     return layout.metas + slot(generation, source, row) * layout.meta_slot;
   }
@@ -110,8 +132,7 @@ struct LatencyMemory {
   /// Whether what goes to or comes from `peer` crosses to another domain: as records then.
   bool crosses(int peer) const { return !engine.topology().together(engine.rank(), peer); }
   RecordLayout record_layout(const Exchange& exchange) const {
-    const std::size_t scale_bytes = quantized(exchange) ? scales() * sizeof(float) : 0;
-    return make_record_layout(config.topk, row_bytes(exchange), scale_bytes);
+    return make_record_layout(config.topk, row_bytes(exchange), scale_bytes(exchange));
   }
   std::size_t record_offset(const Exchange& exchange, int source, std::int64_t row) const {
     return layout.records + slot(exchange.generation, source, 0) * layout.record_slot +
@@ -134,11 +155,10 @@ struct LatencyMemory {
                                ? record_offset(exchange, source, row) + record_layout(exchange).row
                                : row_offset(exchange, source, row));
   }
-  const float* scales_from(const Exchange& exchange, int source, std::int64_t row) const {
-    const std::size_t offset =
-        crosses(source) ? record_offset(exchange, source, row) + record_layout(exchange).scales
-                        : scales_offset(exchange, source, row);
-    return reinterpret_cast<const float*>(segment.data + offset);
+  const std::byte* scales_from(const Exchange& exchange, int source, std::int64_t row) const {
+    return segment.data +
+           (crosses(source) ? record_offset(exchange, source, row) + record_layout(exchange).scales
+                            : scales_offset(exchange, source, row));
   }
 };
 
