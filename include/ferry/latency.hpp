@@ -86,7 +86,7 @@ class LatencyReceived {
  public:
   Tensor x{};  ///< [local experts, ranks · capacity, H], e4m3 or the input's dtype; the first
                ///< counts[e] rows of expert e are valid: ascending source rank, token, slot.
-               ///< nvfp4: u8 [.., H/2], the first value of a byte in its lower half
+               ///< nvfp4: u8 [.., H/2], the first value of a byte in its low bits
   /// e4m3: f32 [local experts, ranks · capacity, ceil(H/128)], or i32 [.., ceil(H/512)] packed;
   /// column-major: stride 1 along the rows. nvfp4: e4m3 in the tiles that tensor cores read, dense
   /// [local experts, ceil(ranks · capacity / 128), ceil(H/64) · 512]: that of row t and channels

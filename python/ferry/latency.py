@@ -37,7 +37,7 @@ class LatencyReceived(Result[ArrayT]):
     @cached_property
     def x(self) -> ArrayT:
         """[L, R*C, H], e4m3 or the input's dtype, or of nvfp4 u8 [L, R*C, H/2], the first value of
-        a byte in its lower half. The first counts[e] rows of expert e are valid:
+        a byte in its low bits. The first counts[e] rows of expert e are valid:
         ascending source rank, token, slot. Rank-major [R, C, H], one row for each token: the first
         counts[s] rows of source s, ascending token."""
         return self._array(self._raw.x)

@@ -117,7 +117,7 @@ class LowLatency(Masks):
             round_scale: scales are powers of two. use_ue8m0: as exponents, four in an i32.
             return_recv_hook: only send; the hook receives.
             use_nvfp4: of a fork, in CPU memory; needs use_fp8=False. Rows arrive as u8 [R*C, H/2,
-                L], two e2m1 values a byte, the first in the lower half, and e4m3 scales
+                L], two e2m1 values a byte, the first in the low bits, and e4m3 scales
                 [32, 4, ceil(R*C/128), 4, ceil(H/64), L] for each 16 channels. x_global_scale: f32
                 of no dimension, the same on all ranks; a value is code * scale / x_global_scale.
                 use_ue8m0_for_sf: False.

@@ -1,5 +1,5 @@
 // NVFP4: e2m1 values, two a byte, with one e4m3 scale for each 16 channels and one scale g for a
-// whole tensor. The first value of a byte is in its lower half.
+// whole tensor. The first value of a byte is in its low bits.
 //
 //   type   bits s/e/m  magnitudes                   beyond the largest
 //   E2m1   1/2/1       0, 0.5, 1, 1.5, 2, 3, 4, 6   +-6, infinity too; there is no NaN
