@@ -37,8 +37,8 @@ struct ProcessStat {
   std::uint64_t start_time = 0;
 };
 
-/// Of a process, or of one thread: reads /proc/<pid>/stat or the like (proc(5): field 3 is the
-/// state, field 9 holds PF_EXITING of linux/sched.h, field 22 is the start time).
+/// Of one thread: reads /proc/<pid>/task/<tid>/stat (proc(5): field 3 is the state, field 9 holds
+/// PF_EXITING of linux/sched.h, field 22 is the start time).
 std::optional<ProcessStat> stat_at(const char* path) noexcept {
   constexpr unsigned long kExiting = 0x4;
   const int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -61,9 +61,12 @@ std::optional<ProcessStat> stat_at(const char* path) noexcept {
   return result;
 }
 
+/// Of its first thread, which has the process's start time. Not /proc/<pid>/stat: qemu-user writes
+/// that file itself for its own process alone, with a start time that others do not see.
 std::optional<ProcessStat> stat_of(std::int64_t pid) noexcept {
   std::array<char, 64> path{};
-  std::snprintf(path.data(), path.size(), "/proc/%lld/stat", static_cast<long long>(pid));
+  const auto number = static_cast<long long>(pid);
+  std::snprintf(path.data(), path.size(), "/proc/%lld/task/%lld/stat", number, number);
   return stat_at(path.data());
 }
 
