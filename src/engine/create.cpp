@@ -1,5 +1,6 @@
 #include "engine/create.hpp"
 
+#include <algorithm>
 #include <exception>
 #include <span>
 
@@ -48,6 +49,15 @@ std::vector<std::vector<std::byte>> together(Bootstrap& bootstrap, const GroupCo
     all[peer].erase(all[peer].begin());
   }
   return all;
+}
+
+bool all_can(Bootstrap& bootstrap, const GroupConfig& config, const char* stage,
+             const std::function<bool()>& can) {
+  const auto told =
+      together(bootstrap, config, stage, [&] { return std::vector<std::byte>{std::byte{can()}}; });
+  return std::all_of(told.begin(), told.end(), [](const std::vector<std::byte>& one) {
+    return one.size() == 1 && one[0] == std::byte{1};
+  });
 }
 
 Cards checked_cards(const std::vector<std::byte>& bytes, int rank, int peer, const Cards& mine) {

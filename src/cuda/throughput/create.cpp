@@ -101,13 +101,10 @@ int chosen_device(const GroupConfig& config) {
 /// Whether LL128 rows come through between all ranks. Collective.
 bool all_carry_ll128(Bootstrap& bootstrap, const GroupConfig& config, int device,
                      const std::vector<GpuPlace>& places) {
-  const auto told = engine::together(bootstrap, config, "Group: links", [&] {
+  return engine::all_can(bootstrap, config, "Group: links", [&] {
     std::vector<cudaUUID_t> gpus;
     for (const GpuPlace& place : places) gpus.push_back(place.gpu);
-    return std::vector<std::byte>{std::byte{carries_ll128(device, gpus)}};
-  });
-  return std::all_of(told.begin(), told.end(), [](const std::vector<std::byte>& one) {
-    return one.size() == 1 && one[0] != std::byte{0};
+    return carries_ll128(device, gpus);
   });
 }
 
