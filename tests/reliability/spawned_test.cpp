@@ -1,10 +1,12 @@
 // Ranks that are processes, on every system: they meet at the store, exchange over shared memory,
-// and name the one that is killed.
+// and name the one that is killed. FERRY_JOINS: how often the ranks join (5).
 #include <gtest/gtest.h>
 
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <ferry/ferry.hpp>
 #include <memory>
@@ -29,7 +31,7 @@ struct SpawnedBoard {
   std::array<std::array<char, 400>, kSpawned> error;
   std::array<std::atomic<int>, kSpawned> peer;  // whom the error names, plus one
   std::atomic<std::int64_t> killed_ns;
-  std::array<std::atomic<std::int64_t>, kSpawned> named_ns;  // after the kill
+  std::array<std::atomic<std::int64_t>, kSpawned> named_ns;  // after the kill; or of a step
 };
 
 std::int64_t steady_ns() {
@@ -55,19 +57,30 @@ void exchange_once(Group& group, SpawnedBoard& board) {
   }
 }
 
+Group join_spawned(int rank, std::uint16_t port) {
+  TcpOptions options;
+  options.rank = rank;
+  options.size = kSpawned;
+  options.port = port;
+  options.secret = "of the spawned ranks";
+  GroupConfig config;
+  config.experts = kSpawnedExperts;
+  config.memory_bytes = std::size_t{1} << 20;
+  config.fabric = FabricKind::shm;
+  return Group(tcp_bootstrap(options), config);
+}
+
+/// A port that the parent alone chooses, before its children start.
+std::uint16_t spawned_port(std::atomic<int>& word) {
+  int none = 0;
+  word.compare_exchange_strong(none, 10000 + static_cast<int>(steady_ns() / 1000 % 20000));
+  return static_cast<std::uint16_t>(word.load());
+}
+
 int exchange_until_an_error(SpawnedBoard& board, int rank, std::uint16_t port) {
   const auto mine = static_cast<std::size_t>(rank);
   try {
-    TcpOptions options;
-    options.rank = rank;
-    options.size = kSpawned;
-    options.port = port;
-    options.secret = "of the spawned ranks";
-    GroupConfig config;
-    config.experts = kSpawnedExperts;
-    config.memory_bytes = std::size_t{1} << 20;
-    config.fabric = FabricKind::shm;
-    Group group(tcp_bootstrap(options), config);
+    Group group = join_spawned(rank, port);
     for (;;) {
       exchange_once(group, board);
       ++board.steps[mine];
@@ -82,12 +95,8 @@ int exchange_until_an_error(SpawnedBoard& board, int rank, std::uint16_t port) {
 
 TEST(Spawned, RanksNameTheOneThatIsKilled) {
   const auto board = std::static_pointer_cast<SpawnedBoard>(shared_block(sizeof(SpawnedBoard)));
-  // The parent alone knows it, before its children start.
   const auto word = std::static_pointer_cast<std::atomic<int>>(shared_block(sizeof(int)));
-  int none = 0;
-  const auto now = static_cast<int>(steady_ns() / 1000 % 20000);
-  word->compare_exchange_strong(none, 10000 + now);
-  const auto port = static_cast<std::uint16_t>(word->load());
+  const std::uint16_t port = spawned_port(*word);
 
   std::vector<Child> ranks;
   for (int r = 0; r < kSpawned; ++r) {
@@ -109,6 +118,51 @@ TEST(Spawned, RanksNameTheOneThatIsKilled) {
     EXPECT_FALSE(board->wrong[r]) << "rank " << r;
     ::testing::Test::RecordProperty("named_us", std::to_string(board->named_ns[r] / 1000));
   }
+}
+
+/// Joins so often, each time at another port, and exchanges once; then tells the time of a step.
+int join_and_exchange(SpawnedBoard& board, int rank, std::uint16_t port, int joins) {
+  const auto mine = static_cast<std::size_t>(rank);
+  try {
+    for (int round = 0; round < joins; ++round) {
+      // So that now one and now another comes first, rank 0 with the store as well.
+      std::this_thread::sleep_for(std::chrono::milliseconds((rank * 7 + round * 5) % 11));
+      Group group = join_spawned(rank, static_cast<std::uint16_t>(port + round));
+      exchange_once(group, board);
+      ++board.steps[mine];
+      group.barrier();
+    }
+    constexpr int kTimed = 300;
+    Group group = join_spawned(rank, static_cast<std::uint16_t>(port + joins));
+    for (int i = 0; i < kTimed / 3; ++i) exchange_once(group, board);
+    const std::int64_t start = steady_ns();
+    for (int i = 0; i < kTimed; ++i) exchange_once(group, board);
+    board.named_ns[mine] = (steady_ns() - start) / kTimed;
+    group.barrier();
+  } catch (const Error& error) {
+    std::strncpy(board.error[mine].data(), error.what(), board.error[mine].size() - 1);
+    return 1;
+  }
+  return 0;
+}
+
+TEST(Spawned, EveryRankJoinsEveryTime) {
+  const auto board = std::static_pointer_cast<SpawnedBoard>(shared_block(sizeof(SpawnedBoard)));
+  const auto word = std::static_pointer_cast<std::atomic<int>>(shared_block(sizeof(int)));
+  const std::uint16_t port = spawned_port(*word);
+  const char* const asked = std::getenv("FERRY_JOINS");
+  const int joins = asked != nullptr ? std::atoi(asked) : 5;
+  std::vector<Child> ranks;
+  for (int r = 0; r < kSpawned; ++r) {
+    ranks.emplace_back([&, r] { return join_and_exchange(*board, r, port, joins); });
+  }
+  for (std::size_t r = 0; r < kSpawned; ++r) {
+    EXPECT_EQ(ranks[r].wait().code, 0) << "rank " << r << ": " << board->error[r].data();
+    EXPECT_EQ(board->steps[r], joins) << "rank " << r;
+    EXPECT_FALSE(board->wrong[r]) << "rank " << r;
+  }
+  std::printf("%d joins of %d ranks; a step: %lld us\n", joins, kSpawned,
+              static_cast<long long>(board->named_ns[0] / 1000));
 }
 
 }  // namespace

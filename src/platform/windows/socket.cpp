@@ -73,6 +73,40 @@ bool address_of(const Socket& socket, bool peer, sockaddr_storage& out) {
                : ::getsockname(native(socket), where, &length)) == 0;
 }
 
+/// That an attempt to connect has failed, WSAPoll does not tell before Windows 10 2004, and wine's
+/// not when it failed before the call: the sockets that only wait for writing are asked.
+bool mark_failed(std::vector<WSAPOLLFD>& all) {
+  bool any = false;
+  for (WSAPOLLFD& each : all) {
+    int error = 0, length = sizeof error;
+    if (each.events != POLLWRNORM ||
+        ::getsockopt(each.fd, SOL_SOCKET, SO_ERROR, reinterpret_cast<char*>(&error), &length) !=
+            0 ||
+        error == 0) {
+      continue;
+    }
+    each.revents = POLLERR;
+    any = true;
+  }
+  return any;
+}
+
+/// True: something has come of it.
+bool poll_all(std::vector<WSAPOLLFD>& all, std::chrono::milliseconds longest, bool connecting) {
+  constexpr std::chrono::milliseconds kAskAgain{20};
+  const auto due = std::chrono::steady_clock::now() + longest;
+  for (;;) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(
+        std::max<std::chrono::nanoseconds>(due - std::chrono::steady_clock::now(), {}));
+    const auto slice = connecting ? std::min(left, kAskAgain) : left;
+    const int got = ::WSAPoll(all.data(), static_cast<ULONG>(all.size()), int(slice.count()));
+    if (got > 0) return true;
+    if (got < 0) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    if (connecting && mark_failed(all)) return true;
+    if (got < 0 || slice == left) return false;
+  }
+}
+
 bool equal(const sockaddr_storage& a, const sockaddr_storage& b) {
   return std::memcmp(&a, &b, sizeof a) == 0;
 }
@@ -243,6 +277,7 @@ void shut_down(const Socket& socket, Direction direction) {
 bool wait_for(std::span<Polled> polled, std::chrono::milliseconds longest) {
   std::vector<WSAPOLLFD> all;
   std::vector<std::size_t> places;  // a socket that is not waited for would be an error
+  bool connecting = false;
   for (std::size_t i = 0; i < polled.size(); ++i) {
     Polled& one = polled[i];
     one.readable = one.writable = false;
@@ -250,14 +285,13 @@ bool wait_for(std::span<Polled> polled, std::chrono::milliseconds longest) {
     if (events == 0 || one.socket < 0) continue;
     all.push_back({.fd = static_cast<SOCKET>(one.socket), .events = events, .revents = 0});
     places.push_back(i);
+    connecting = connecting || !one.read;
   }
   if (all.empty()) {
     std::this_thread::sleep_for(longest);
     return false;
   }
-  const int got = ::WSAPoll(all.data(), static_cast<ULONG>(all.size()), int(longest.count()));
-  if (got < 0) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  if (got <= 0) return false;
+  if (!poll_all(all, longest, connecting)) return false;
   for (std::size_t i = 0; i < all.size(); ++i) {
     const short ended = POLLHUP | POLLERR | POLLNVAL;
     polled[places[i]].readable = (all[i].revents & (POLLRDNORM | ended)) != 0;

@@ -18,9 +18,10 @@ namespace {
 constexpr const char* kVariable = "FERRY_TEST_CHILD";  // "<pid of the parent>.<which child>"
 constexpr UINT kKilled = 0xC000013A;
 
-/// Of the running test.
+/// Of the running test, once in each repetition.
 struct Turn {
   std::string test{};
+  std::int64_t started = 0;
   int blocks = 0;
   int children = 0;
 };
@@ -29,7 +30,8 @@ Turn& turn() {
   static Turn now;
   const auto* info = testing::UnitTest::GetInstance()->current_test_info();
   const std::string name = std::string(info->test_suite_name()) + "." + info->name();
-  if (now.test != name) now = {.test = name};
+  const std::int64_t started = info->result()->start_timestamp();
+  if (now.test != name || now.started != started) now = {.test = name, .started = started};
   return now;
 }
 
