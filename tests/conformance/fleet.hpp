@@ -5,12 +5,14 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "ferry/bootstrap.hpp"
 #include "ferry/group.hpp"
 #include "ferry/tensor.hpp"
+#include "golden/hashes.hpp"
 
 namespace ferry::conformance {
 
@@ -68,6 +70,10 @@ class Rank {
     return false;
   }
   int failures() const;
+  /// From here on all that is compared with the reference is hashed.
+  void hash_results() { hash_.emplace(); }
+  /// Null: not asked for.
+  golden::Hash* hash() { return hash_ ? &*hash_ : nullptr; }
 
  private:
   Board& board_;
@@ -77,6 +83,7 @@ class Rank {
   Wires wires_;
   std::shared_ptr<Bootstrap> bootstrap_;
   Device where_;
+  std::optional<golden::Hash> hash_{};
 };
 
 struct Fleet {
@@ -87,6 +94,8 @@ struct Fleet {
   std::chrono::seconds deadline = std::chrono::seconds(40);
   int gpus = 0;  ///< > 0: the CUDA engine, rank r on GPU r mod `gpus`; ranks never in this process
   int victim = -1;  ///< of processes: this rank is expected to be killed
+  std::uint64_t* results =
+      nullptr;  ///< the hashes of all ranks are added to it (Rank::hash_results)
 };
 
 /// Runs `body` once for each rank and returns what went wrong, at most 20 lines. A rank that throws
@@ -96,7 +105,9 @@ std::vector<std::string> run_fleet(const Fleet& fleet, const std::function<void(
 /// All lines as one text.
 std::string joined(const std::vector<std::string>& lines);
 
-/// True where ranks cannot be processes: under the thread sanitizer.
+/// Whether this system has fork.
+bool can_fork();
+/// True where ranks cannot be processes: there, and under the thread sanitizer.
 bool only_threads();
 
 /// True under a sanitizer, where a case takes several times as long. Tests that repeat one code

@@ -33,6 +33,7 @@ struct Board {
   Gather gather[kMaxRanks];
   Gather left[kMaxRanks];  // of the ranks that are left when one is gone
   std::atomic<int> failures{0};
+  std::atomic<std::uint64_t> results{0};  // in any order
   char failure[kMaxFailures][kTextBytes]{};
 
   void fail(int rank, const std::string& text) {
@@ -57,7 +58,5 @@ void run_threads(Board& board, const Fleet& fleet, const std::function<void(Rank
 void run_processes(Board& board, const Fleet& fleet, const std::function<void(Rank&)>& body);
 /// Threads in one child, which alone calls CUDA.
 void run_threads_in_child(Board& board, const Fleet& fleet, const std::function<void(Rank&)>& body);
-/// Whether a child can be made.
-bool can_fork();
 
 }  // namespace ferry::conformance

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <map>
+#include <string>
 
 #include "case.hpp"
 #include "fleet.hpp"
@@ -13,7 +15,9 @@
 namespace ferry::conformance {
 namespace {
 
-void run_all(Mode mode, const std::vector<std::vector<int>>& choices, std::uint64_t seed) {
+/// Returns the hash of all results.
+std::uint64_t run_all(Mode mode, const std::vector<std::vector<int>>& choices, std::uint64_t seed) {
+  std::uint64_t results = 0;
   std::map<std::pair<FabricKind, int>, std::vector<Case>> batches;
   std::uint64_t number = 0;
   for (const auto& choice : choices) {
@@ -23,13 +27,24 @@ void run_all(Mode mode, const std::vector<std::vector<int>>& choices, std::uint6
   }
   for (auto& [key, cases] : batches) {
     std::stable_sort(cases.begin(), cases.end(), shares_before);
-    if (key.first == FabricKind::shm && only_threads()) continue;
-    const auto failures = run_fleet({key.first, key.second}, [&](Rank& rank) {
+    FabricKind fabric = key.first;
+    if (fabric == FabricKind::shm && only_threads()) {
+      if (can_fork()) continue;  // the thread sanitizer: local has the same code
+      fabric = FabricKind::local;
+    }
+    const Fleet fleet{.wires = fabric, .ranks = key.second, .results = &results};
+    const auto failures = run_fleet(fleet, [&](Rank& rank) {
+      rank.hash_results();
       Session session(rank);
       for (const Case& c : cases) run_case(session, c);
     });
     EXPECT_TRUE(failures.empty()) << "FERRY_TEST_SEED=" << seed << "\n" << joined(failures);
   }
+  return results;
+}
+
+std::string label_of(Mode mode) {
+  return mode == Mode::throughput ? "Throughput" : "Latency";
 }
 
 class Matrix : public ::testing::TestWithParam<Mode> {};
@@ -39,7 +54,11 @@ TEST_P(Matrix, PairwiseCover) {
   const auto cover = pairwise_cover(GetParam(), seed);
   std::printf("FERRY_TEST_SEED=%llu, %zu cases\n", static_cast<unsigned long long>(seed),
               cover.size());
-  run_all(GetParam(), cover, seed);
+  const std::uint64_t results = run_all(GetParam(), cover, seed);
+  if (std::getenv("FERRY_TEST_SEED") != nullptr || (only_threads() && can_fork())) return;
+  const std::string name = "cover " + label_of(GetParam());
+  EXPECT_EQ(results, golden::hash_of(name))
+      << "{\"" << name << "\", 0x" << std::hex << results << "},";
 }
 
 TEST_P(Matrix, AtRandom) {
@@ -66,9 +85,7 @@ TEST_P(Matrix, CoverHoldsEveryPair) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Modes, Matrix, ::testing::Values(Mode::throughput, Mode::latency),
-                         [](const auto& test) {
-                           return test.param == Mode::throughput ? "Throughput" : "Latency";
-                         });
+                         [](const auto& test) { return label_of(test.param); });
 
 }  // namespace
 }  // namespace ferry::conformance
