@@ -125,9 +125,6 @@ bool gpus_suffice(const BenchSettings& s) {
 bool prepare_sweep(BenchArguments& given) {
   BenchSettings& s = given.settings;
   s.data_seed = std::random_device{}();
-  // Unless the user has said otherwise: an all-to-all uses no multicast, and NCCL may hang while it
-  // sets that up.
-  setenv("NCCL_NVLS_ENABLE", "0", 0);
   try {
     s.nccl = s.ranks > gpu_count()
                  ? Nccl{"", "", "ranks share GPUs, which its communicators do not"}

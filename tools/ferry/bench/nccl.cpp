@@ -77,6 +77,9 @@ std::string nccl_version(int code) {
 
 Nccl find_nccl(const std::string& asked) {
   if (asked == "off") return {"", "", "--nccl off"};
+  // Unless the user has said otherwise: an all-to-all uses no multicast, and NCCL may hang while it
+  // sets that up.
+  setenv("NCCL_NVLS_ENABLE", "0", 0);
   const char* named = std::getenv("FERRY_NCCL");
   const bool by_name = asked == "auto" && (named == nullptr || *named == '\0');
   const std::string library = asked != "auto" ? asked : by_name ? "libnccl.so.2" : named;

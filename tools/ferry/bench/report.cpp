@@ -203,8 +203,7 @@ nlohmann::json settings_json(const BenchSettings& s) {
 
 std::string utc_now() {
   const std::time_t now = std::time(nullptr);
-  std::tm parts{};
-  gmtime_r(&now, &parts);
+  const std::tm parts = *std::gmtime(&now);  // nobody else asks meanwhile
   char text[32];
   std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", &parts);
   return text;

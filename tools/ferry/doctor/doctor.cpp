@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <limits>
 #include <memory>
@@ -110,6 +111,14 @@ void judge_shared_memory(const Machine& m, std::vector<Finding>& findings) {
   }
 }
 
+void judge_cores(const Machine& m, std::vector<Finding>& findings) {
+  const double usable = m.cpu.quota_cores > 0 ? m.cpu.quota_cores : m.cpu.usable_cores;
+  if (usable < 2) {
+    findings.push_back({Weight::warning, fmt::format("{} core to run on: ranks take turns", usable),
+                        "more cores, or a larger CPU limit of the container"});
+  }
+}
+
 void judge_kernel(const Machine& m, std::vector<Finding>& findings) {
   if (!m.kernel.futex) {
     findings.push_back({Weight::error, "the kernel or a sandbox refuses futex: ranks cannot wait",
@@ -125,11 +134,6 @@ void judge_kernel(const Machine& m, std::vector<Finding>& findings) {
         {Weight::warning,
          fmt::format("only {} open files a process are allowed", m.limits.open_files),
          "ulimit -n 4096"});
-  }
-  const double usable = m.cpu.quota_cores > 0 ? m.cpu.quota_cores : m.cpu.usable_cores;
-  if (usable < 2) {
-    findings.push_back({Weight::warning, fmt::format("{} core to run on: ranks take turns", usable),
-                        "more cores, or a larger CPU limit of the container"});
   }
 }
 
@@ -159,6 +163,26 @@ void judge_devices(const Machine& m, std::vector<Finding>& findings) {
   }
 }
 
+void judge_slices(const Machine::Gpus& gpus, std::vector<Finding>& findings) {
+  const bool slices = std::any_of(gpus.all.begin(), gpus.all.end(),
+                                  [](const Machine::Gpu& gpu) { return gpu.slice; });
+  if (slices) {
+    findings.push_back(
+        {Weight::note,
+         "slices of GPUs (MIG): none reaches the memory of another one by pointer or NVLink, also "
+         "not of the same GPU",
+         "give each rank a slice (CUDA_VISIBLE_DEVICES=MIG-..., nvidia-smi -L lists them) and a "
+         "domain of its own (domain_size = 1): rows go through CPU memory"});
+  } else if (gpus.in_mig > 0) {
+    findings.push_back(
+        {Weight::note,
+         fmt::format("MIG is on for {} GPU{}, and this process is given no slice: "
+                     "CUDA does not see what is sliced",
+                     gpus.in_mig, gpus.in_mig == 1 ? "" : "s"),
+         "make slices (nvidia-smi mig -cgi ... -C), or turn MIG off (nvidia-smi -mig 0)"});
+  }
+}
+
 Diagnosis diagnose(bool self_test) {
   Diagnosis d;
   // Before look_at_machine, which loads libraries that may start threads.
@@ -166,9 +190,16 @@ Diagnosis diagnose(bool self_test) {
   if (self_test) d.tests = run_self_tests(gpus);
   d.build = look_at_build();
   d.machine = look_at_machine();
-  judge_shared_memory(d.machine, d.findings);
-  judge_kernel(d.machine, d.findings);
-  judge_devices(d.machine, d.findings);
+  judge_cores(d.machine, d.findings);
+  if (d.machine.kernel.name == "Windows") {
+    d.findings.push_back({Weight::note, "on Windows: ranks of one machine, tensors on the CPU only",
+                          "Linux, or WSL, for GPUs and several machines"});
+  } else {
+    judge_shared_memory(d.machine, d.findings);
+    judge_kernel(d.machine, d.findings);
+    judge_devices(d.machine, d.findings);
+    judge_slices(d.machine.gpus, d.findings);
+  }
   for (const SelfTest& test : d.tests) {
     if (test.failure.empty()) continue;
     d.findings.push_back({Weight::error, fmt::format("{}: {}", test.name, test.failure),
@@ -222,8 +253,8 @@ void print_line(const char* name, const std::string& value) {
 
 void print_machine(const Machine& m) {
   fmt::print("This machine\n");
-  print_line("system", fmt::format("{}, Linux {}{}", m.system.empty() ? "unknown" : m.system,
-                                   m.kernel.release,
+  print_line("system", fmt::format("{}, {} {}{}", m.system.empty() ? "unknown" : m.system,
+                                   m.kernel.name, m.kernel.release,
                                    m.container.empty() ? "" : ", in a container: " + m.container));
   print_line("processor", fmt::format("{} ({})", m.cpu.model.empty() ? "unknown" : m.cpu.model,
                                       m.cpu.architecture));
@@ -236,6 +267,7 @@ void print_machine(const Machine& m) {
                                    m.memory.limit_bytes > 0
                                        ? ", limited to " + format_bytes(m.memory.limit_bytes)
                                        : ""));
+  if (m.kernel.name == "Windows") return;
   print_line("/dev/shm",
              !m.shared_memory.present
                  ? "absent"

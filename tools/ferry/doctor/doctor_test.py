@@ -9,6 +9,7 @@ import time
 import unittest
 
 FERRY = os.environ.get("FERRY_CLI", "")
+FAKE_DRIVERS = os.environ.get("FERRY_FAKE_DRIVERS", "")  # folder with libcuda.so.1 and NVML
 
 
 def setUpModule():
@@ -75,6 +76,26 @@ class Doctor(unittest.TestCase):
 
     def test_without_self_test(self):
         self.assertEqual(json.loads(doctor("--json", "--no-self-test").stdout)["self_tests"], [])
+
+    def test_slices_of_gpus(self):
+        if not FAKE_DRIVERS:
+            self.skipTest("no folder of fake drivers was given")
+        environment = dict(os.environ, LD_LIBRARY_PATH=FAKE_DRIVERS)
+        command = [FERRY, "doctor", "--json", "--no-self-test"]
+        found = json.loads(subprocess.check_output(command, env=environment))
+        gpus = found["machine"]["gpus"]
+        self.assertEqual([gpu["slice"] for gpu in gpus["all"]], [True, True])
+        self.assertEqual([pair["p2p"] for pair in gpus["pairs"]], [False, False])
+        self.assertEqual(gpus["in_mig"], 1)
+        said = [f for f in found["findings"] if "MIG" in f["what"]]
+        self.assertEqual(len(said), 1)
+        self.assertIn("none reaches the memory of another one by pointer", said[0]["what"])
+        self.assertIn("domain_size = 1", said[0]["remedy"])
+        environment["FAKE_SLICES"] = "0"
+        found = json.loads(subprocess.check_output(command, env=environment))
+        said = [f["what"] for f in found["findings"] if "MIG" in f["what"]]
+        self.assertEqual(len(said), 1)
+        self.assertIn("MIG is on for 1 GPU, and this process is given no slice", said[0])
 
     def test_waits(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -44,6 +44,7 @@ Machine::Gpu look_at_gpu(const Library& cuda, int device) {
   Machine::Gpu gpu;
   std::array<char, 128> text{};
   if (cuda.call("cuDeviceGetName", text.data(), 100, device) == 0) gpu.name = text.data();
+  gpu.slice = gpu.name.find(" MIG ") != std::string::npos;  // "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
   if (cuda.call("cuDeviceGetPCIBusId", text.data(), 100, device) == 0) gpu.bus = text.data();
   std::size_t bytes = 0;
   if (cuda.call("cuDeviceTotalMem_v2", &bytes, device) == 0) gpu.memory_bytes = bytes;
@@ -97,9 +98,28 @@ void look_at_pairs(const Library& cuda, const std::vector<int>& devices, Machine
   if (asks) nvml.call("nvmlShutdown");
 }
 
+int gpus_in_mig() {
+  const Library nvml("libnvidia-ml.so.1");
+  if (!nvml || nvml.call("nvmlInit_v2") != 0) return 0;
+  unsigned count = 0;
+  int found = 0;
+  if (nvml.call("nvmlDeviceGetCount_v2", &count) != 0) count = 0;
+  for (unsigned i = 0; i < count; ++i) {
+    void* gpu = nullptr;
+    unsigned now = 0, later = 0;
+    if (nvml.call("nvmlDeviceGetHandleByIndex_v2", i, &gpu) == 0 &&
+        nvml.call("nvmlDeviceGetMigMode", gpu, &now, &later) == 0) {
+      found += now == 1;
+    }
+  }
+  nvml.call("nvmlShutdown");
+  return found;
+}
+
 }  // namespace
 
 void ask_driver(Machine::Gpus& gpus) {
+  gpus.in_mig = gpus_in_mig();
   const Library cuda("libcuda.so.1");
   gpus.library = static_cast<bool>(cuda);
   int count = 0;
@@ -117,61 +137,6 @@ void ask_driver(Machine::Gpus& gpus) {
     gpus.all.push_back(look_at_gpu(cuda, device));
   }
   look_at_pairs(cuda, devices, gpus);
-}
-
-nlohmann::json to_json(const Machine::Gpus& gpus) {
-  nlohmann::json all = nlohmann::json::array();
-  for (const Machine::Gpu& gpu : gpus.all) {
-    all.push_back({{"name", gpu.name},
-                   {"bus", gpu.bus},
-                   {"architecture", gpu.architecture},
-                   {"multiprocessors", gpu.multiprocessors},
-                   {"memory_bytes", gpu.memory_bytes},
-                   {"links", gpu.links},
-                   {"vmm", gpu.vmm},
-                   {"posix_descriptors", gpu.descriptors},
-                   {"fabric_handles", gpu.fabric_handles},
-                   {"dma_buf", gpu.dma_buf},
-                   {"rdma", gpu.rdma},
-                   {"multicast", gpu.multicast}});
-  }
-  nlohmann::json pairs = nlohmann::json::array();
-  for (const Machine::GpuPair& pair : gpus.pairs) {
-    pairs.push_back(
-        {{"from", pair.from}, {"to", pair.to}, {"p2p", pair.p2p}, {"nvlink", pair.nvlink}});
-  }
-  return {{"count", gpus.count},     {"driver", gpus.driver}, {"cuda", gpus.cuda},
-          {"library", gpus.library}, {"names", gpus.names},   {"all", all},
-          {"pairs", pairs}};
-}
-
-std::vector<std::string> describe(const Machine::Gpus& gpus) {
-  std::vector<std::string> lines;
-  for (std::size_t i = 0; i < gpus.all.size(); ++i) {
-    const Machine::Gpu& gpu = gpus.all[i];
-    std::string can = gpu.vmm ? "VMM" : "no VMM";
-    const std::array<std::pair<bool, const char*>, 5> abilities{
-        {{gpu.descriptors, "POSIX descriptors"},
-         {gpu.fabric_handles, "fabric handles"},
-         {gpu.dma_buf, "DMA-BUF"},
-         {gpu.rdma, "GPUDirect RDMA"},
-         {gpu.multicast, "multicast"}}};
-    for (const auto& [has, name] : abilities) {
-      if (has) can += std::string(", ") + name;
-    }
-    lines.push_back(fmt::format("{}: {}, {}, {} SMs, {}, {} NVLinks; {}", i, gpu.name,
-                                gpu.architecture, gpu.multiprocessors,
-                                format_bytes(gpu.memory_bytes), gpu.links, can));
-  }
-  for (std::size_t from = 0; gpus.all.size() > 1 && from < gpus.all.size(); ++from) {
-    std::string row = fmt::format("from {}:", from);
-    for (const Machine::GpuPair& pair : gpus.pairs) {
-      if (pair.from != static_cast<int>(from)) continue;
-      row += fmt::format(" {} {}", pair.to, pair.nvlink ? "NVLink" : pair.p2p ? "P2P" : "none");
-    }
-    lines.push_back(row);
-  }
-  return lines;
 }
 
 }  // namespace ferry::cli

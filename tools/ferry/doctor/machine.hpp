@@ -33,6 +33,7 @@ struct Machine {
     std::uint64_t locked_bytes = 0;
   };
   struct Kernel {
+    std::string name{"Linux"};  ///< or "Windows": then what follows the release says nothing
     std::string release{};
     bool pidfd = false;
     bool memfd = false;
@@ -51,6 +52,7 @@ struct Machine {
     bool dma_buf = false;
     bool rdma = false;  ///< GPUDirect RDMA to VMM memory
     bool multicast = false;
+    bool slice = false;  ///< an instance of MIG
   };
   struct GpuPair {
     int from = 0;
@@ -65,6 +67,7 @@ struct Machine {
     std::vector<GpuPair> pairs{};
     std::string driver{};  ///< version of the NVIDIA kernel driver; "" if absent
     bool library = false;  ///< libcuda.so.1 can be loaded
+    int in_mig = 0;        ///< GPUs in MIG mode, as NVML counts them; CUDA sees their slices alone
     std::vector<std::string> names{};
   };
 

@@ -4,31 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "run/unique_fd.hpp"
-
 namespace ferry::cli {
-
-/// A TCP port of the loopback interface that is free now, below the range from which the kernel
-/// serves itself, and that no other `ferry` on this machine takes while this object lives.
-class ReservedPort {
- public:
-  /// Picks one. Throws std::runtime_error when none can be found.
-  ReservedPort();
-  /// Exactly this one. Throws std::runtime_error when somebody listens there.
-  explicit ReservedPort(std::uint16_t port);
-  std::uint16_t number() const { return port_; }
-
- private:
-  std::uint16_t port_ = 0;
-  UniqueFd claim_;
-};
-
-/// Which of the addresses (numbers or names) is this machine's. Throws std::runtime_error unless
-/// exactly one is.
-int own_place(const std::vector<std::string>& addresses);
-
-/// 128 random bits in hexadecimal.
-std::string random_secret();
 
 struct JobEnvironment {
   int ranks = 1;  // of this host

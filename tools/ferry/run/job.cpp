@@ -94,6 +94,10 @@ int Job::run() {
   return exit_code();
 }
 
+int run_job(const JobOptions& options) {
+  return Job(options).run();
+}
+
 void Job::take_signals() {
   ::signal(SIGPIPE, SIG_IGN);
   sigset_t set;

@@ -8,26 +8,13 @@
 #include <vector>
 
 #include "run/environment.hpp"
+#include "run/job_options.hpp"
 #include "run/keeper.hpp"
+#include "run/ports.hpp"
 #include "run/prefix.hpp"
 #include "run/process.hpp"
 
 namespace ferry::cli {
-
-struct JobOptions {
-  int ranks = 0;  ///< of this host
-  /// All hosts, by their addresses, each of which runs the same command; empty: this one alone.
-  std::vector<std::string> hosts{};
-  bool keep_going = false;
-  int least = 0;     ///< > 0: an elastic job, which ends when fewer ranks than this are left
-  int restarts = 0;  ///< how many processes may be started for ranks that failed, in all
-  std::chrono::milliseconds grace{5000};  ///< between the first failure and SIGTERM for the others
-  bool prefix = true;
-  int tty_rank = -1;  ///< this rank's output is the launcher's own, unprefixed
-  std::uint16_t port =
-      0;  ///< MASTER_PORT; 0: any free one. Of several hosts FERRY_PORT is the next
-  std::vector<std::string> command{};
-};
 
 /// Starts the ranks, carries their output, and ends the group when one of them fails. Only one in
 /// a process, made before any thread: it takes over signals and child processes.

@@ -1,13 +1,14 @@
 #include "run/prefix.hpp"
 
 #include <fmt/format.h>
-#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdlib>
+
+#include "run/terminal.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -20,11 +21,6 @@ bool wants_colour(bool terminal) {
   const char* term = std::getenv("TERM");
   return terminal && (no_colour == nullptr || *no_colour == '\0') &&
          !(term != nullptr && std::string_view(term) == "dumb");
-}
-
-std::size_t columns_of(int fd) {
-  winsize size{};
-  return ioctl(fd, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
 }
 
 // At most `columns` characters of UTF-8, so that a bar never wraps; with escapes, all of it.

@@ -2,10 +2,10 @@
 #pragma once
 #include <sys/types.h>
 
-#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "run/job_options.hpp"
 #include "run/unique_fd.hpp"
 
 namespace ferry::cli {
@@ -21,12 +21,6 @@ struct ProcessEnd {
 
 /// "exited with code 3", "was killed by signal 9 (SIGKILL)".
 std::string describe(const ProcessEnd& end);
-
-/// The program could not be started.
-class CannotStart : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
 
 enum class Output { piped, inherited };
 

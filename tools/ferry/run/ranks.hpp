@@ -1,8 +1,9 @@
-// Ranks that live inside this command: as threads, or as forked processes.
+// Ranks that live inside this command: as threads, or as processes.
 #pragma once
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,7 +23,7 @@ std::string summary(const std::vector<RankFailure>& failures);
 
 struct RankRun {
   int ranks = 1;
-  bool processes = false;  ///< forked, without exec; so to be called before any thread exists
+  bool processes = false;  ///< to be called before any thread exists
   std::chrono::nanoseconds limit = std::chrono::hours(24);  ///< then processes are killed
   std::function<void()> tick{};  ///< called every 50 ms while ranks run, from the calling thread
 };
@@ -31,5 +32,11 @@ struct RankRun {
 /// because they were killed first, else in rank order. When a process fails, the others get 5 s and
 /// are then killed. Throws when ranks cannot be started.
 std::vector<RankFailure> run_ranks(const RankRun& run, const RankBody& body);
+
+/// Of `run_ranks`: with processes. Linux: forked. Windows: this command anew, with the same
+/// arguments, which comes to the same call and is a rank there.
+std::vector<RankFailure> run_processes(const RankRun& run, const RankBody& body);
+/// The message of the exception that `work` throws; nothing when it does not.
+std::optional<std::string> failure_of(const std::function<void()>& work);
 
 }  // namespace ferry::cli

@@ -10,7 +10,7 @@
 
 #include "command.hpp"
 #include "number.hpp"
-#include "run/job.hpp"
+#include "run/job_options.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -112,7 +112,9 @@ class RunFormatter : public CLI::Formatter {
   }
 };
 
-int run(JobOptions options) try { return Job(options).run(); } catch (const CannotStart& error) {
+int run(const JobOptions& options) try {
+  return run_job(options);
+} catch (const CannotStart& error) {
   fmt::print(stderr, "ferry run: {}\n", error.what());
   return kCannotStartCode;
 } catch (const std::exception& error) {

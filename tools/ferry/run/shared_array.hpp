@@ -1,13 +1,13 @@
 // Memory that this process shares with the ranks that it forks.
 #pragma once
-#include <sys/mman.h>
-
-#include <cerrno>
 #include <cstddef>
-#include <system_error>
 #include <type_traits>
 
 namespace ferry::cli {
+
+/// Zeroed; throws std::system_error.
+void* map_shared(std::size_t bytes);
+void unmap_shared(void* data, std::size_t bytes);
 
 /// `size` zeroed elements, seen by this process and by those forked after.
 template <class T>
@@ -15,13 +15,8 @@ class SharedArray {
   static_assert(std::is_trivially_copyable_v<T>);
 
  public:
-  explicit SharedArray(std::size_t size) : size_(size) {
-    data_ = mmap(nullptr, bytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (data_ == MAP_FAILED) {
-      throw std::system_error(errno, std::generic_category(), "cannot map shared memory");
-    }
-  }
-  ~SharedArray() { munmap(data_, bytes()); }
+  explicit SharedArray(std::size_t size) : size_(size), data_(map_shared(bytes())) {}
+  ~SharedArray() { unmap_shared(data_, bytes()); }
   SharedArray(const SharedArray&) = delete;
   SharedArray& operator=(const SharedArray&) = delete;
 
@@ -34,7 +29,7 @@ class SharedArray {
   std::size_t bytes() const { return (size_ > 0 ? size_ : 1) * sizeof(T); }
 
   std::size_t size_;
-  void* data_ = nullptr;
+  void* data_;
 };
 
 }  // namespace ferry::cli
