@@ -86,9 +86,10 @@ def build_arm64() -> Result:
     missing = [n for n in ("aarch64-linux-gnu-g++", "qemu-aarch64") if not shutil.which(n)]
     if missing:
         raise CannotRunError(f"{' and '.join(missing)} not found")
-    # The whole library must compile; the tests of base, core and protocol run.
-    targets = ("ferry_library", "src/base/all", "src/core/all", "src/protocol/all")
-    return build("arm64", targets=targets)
+    # The whole library must compile; these programs run.
+    parts = ("src/base/all", "src/core/all", "src/protocol/all")
+    programs = ("conformance_test", "reliability_spawned_test")
+    return build("arm64", targets=("ferry_library", *parts, *programs))
 
 
 def test_arm64() -> Result:
@@ -108,31 +109,39 @@ def build_windows() -> Result:
     if missing:
         raise CannotRunError(f"{' and '.join(missing)} not found (tools/setup/install.sh windows)")
     parts = [f"src/{name}/all" for name in ("base", "core", "protocol", "fabric", "bootstrap")]
-    programs = ("conformance_test", "reliability_spawned_test", "examples/all")
+    programs = ("conformance_test", "reliability_spawned_test", "examples/all", "ferry_cli")
     return build("windows", targets=("ferry_library", *parts, *programs))
 
 
+# Of the command under wine: its words, and what a line that it prints must have, so often.
+WINDOWS_COMMANDS = (
+    (["run", "-n", "4", "--", "examples/hello_processes.exe"], " 0 values wrong", 4),
+    (["run", "-n", "2", "--", "cmd", "/c", "exit 3"], "exited with code 3", 1),
+    (["doctor"], "passed", 2),
+    (["bench", "--ranks", "2", "--iterations", "5", "--warmup", "1"], "dispatch", 1),
+)
+
+
 def test_windows() -> Result:
-    """Under wine. The processes of a job, which `ferry run` would start, are started here."""
+    """Under wine: the tests, then the command."""
     result = ctest("windows", "-j", "1")
-    rank_of = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "FERRY_PORT": "29467"}
-    wine = {"WINEPREFIX": str(ROOT / "build/windows/wine"), "WINEDEBUG": "-all"}
-    program = ROOT / "build/windows/examples/hello_processes.exe"
-    ranks = [
-        subprocess.Popen(
-            [find_wine(), program],
-            env={**os.environ, **wine, **rank_of, "RANK": str(rank), "FERRY_SECRET": "of wine"},
-            stdout=subprocess.PIPE,
+    folder = ROOT / "build/windows"
+    wine = {"WINEPREFIX": str(folder / "wine"), "WINEDEBUG": "-all"}
+    for words, expected, times in WINDOWS_COMMANDS:
+        done = subprocess.run(
+            [find_wine(), folder / "tools/ferry/ferry.exe", *words],
+            env={**os.environ, **wine},
+            cwd=folder,
+            capture_output=True,
             text=True,
+            timeout=120,
+            check=False,
         )
-        for rank in range(4)
-    ]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    well = all("over shm" in text and " 0 values wrong" in text for text in said)
-    result.step(
-        well and not any(rank.returncode for rank in ranks), "hello_processes of four ranks"
-    )
-    result.passed += well
+        said = done.stdout + done.stderr
+        well = said.count(expected) >= times
+        if not well:
+            say(f"   ferry {' '.join(words)}: exit code {done.returncode}\n{said}")
+        result.passed += result.step(well, f"ferry {' '.join(words)}")
     return result
 
 
