@@ -1,6 +1,6 @@
 """A training step when some experts are busy: as it is, with EPLB's fixed copies, and balanced.
 
-    python bench/balance.py [--ranks 8] [--steps 12] [--json FILE]
+    python bench/balance.py [--ranks 8] [--steps 12] [--json FILE] [--plot FILE]
     python bench/balance.py --loads FILE      the load of each rank over a training, not timed
 
 Ranks are processes; a row takes `--row-us` in the forward of its expert and twice that in the
@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--parts", action="store_true", help="what each part of balancing costs")
     parser.add_argument("--copy-rows", type=int, help="as of ExpertParallel")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
+    job.add_outputs(parser)
     parser.add_argument("--loads", type=Path, help="train, and write the loads there")
     return parser.parse_args()
 
@@ -284,9 +284,7 @@ def run_rank(args: argparse.Namespace) -> None:
             for name, took in run["step_ms"].items():
                 over, cpu = run["over_uniform"][name], run["cpu_ms"][name]
                 print(f"  {name:12} {took:8.1f} ms a step, {over:5.2f}; CPU {cpu:6.2f} ms a rank")
-        if args.json:
-            facts = job.report(settings | {"row_us": args.row_us}) | {"runs": runs}
-            args.json.write_text(json.dumps(facts, indent=1) + "\n")
+        job.write(args, job.report(settings | {"row_us": args.row_us}) | {"runs": runs})
     rank.ranks.barrier()
     for group in rank.groups:
         group.destroy()

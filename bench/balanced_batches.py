@@ -1,6 +1,6 @@
 """A training step when half of the ranks are half as fast: equal batches and balanced ones.
 
-    python bench/balanced_batches.py [--ranks 4] [--steps 40] [--json FILE]
+    python bench/balanced_batches.py [--ranks 4] [--steps 40] [--json FILE] [--plot FILE]
 
 Ranks are processes; a sample takes 4 ms on the first half of them and 8 ms on the others, asleep,
 so that the figures do not depend on how many cores there are. A step is the median of the slowest
@@ -10,11 +10,9 @@ rank's time over the last half of the steps. Ideal: batches in the ratio of the 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import job
 
@@ -25,7 +23,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--batch", type=int, default=96, help="samples of all ranks together")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--json", type=Path, help="write the figures there too")
+    job.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -65,16 +63,8 @@ def run_rank(args: argparse.Namespace) -> None:
         for name, took in medians.items():
             print(f"{name:10} {took:7.1f} ms a step, samples {shares[name]}")
         print(f"balanced batches cut the step by {saved:.0%}")
-        if args.json:
-            facts = {
-                "ranks": args.ranks,
-                "batch": args.batch,
-                "steps": args.steps,
-                "step_ms": medians,
-                "shares": shares,
-                "saved": saved,
-            }
-            args.json.write_text(json.dumps(facts, indent=1) + "\n")
+        facts = {name: getattr(args, name) for name in ("ranks", "batch", "steps")}
+        job.write(args, facts | {"step_ms": medians, "shares": shares, "saved": saved})
     ranks.barrier()
     ranks.destroy()
 

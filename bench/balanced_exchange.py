@@ -27,13 +27,11 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import job
@@ -61,7 +59,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sms", type=int, default=16, help="of each call on GPUs")
     parser.add_argument("--experts-kib", type=int, help="of one expert")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of a rank")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
+    job.add_outputs(parser)
     args = parser.parse_args()
     for name, value in (GPUS if args.device == "cuda" else HOST).items():
         if getattr(args, name) is None:
@@ -293,12 +291,10 @@ def run_rank(args: argparse.Namespace) -> None:
     result["moves"] = measure_moves(rank)
     if rank.rank == 0:
         show(result)
-        if args.json:
-            import torch
+        import torch
 
-            settings = {k: v for k, v in vars(args).items() if k != "json"} | {"ranks": rank.size}
-            gpu = torch.cuda.get_device_name() if args.device == "cuda" else ""
-            args.json.write_text(json.dumps(job.report(settings, gpu) | result, indent=1) + "\n")
+        gpu = torch.cuda.get_device_name() if args.device == "cuda" else ""
+        job.write(args, job.report(job.settings_of(args, rank.size), gpu) | result)
     rank.host.barrier()
     rank.group.destroy()
 

@@ -1,6 +1,6 @@
 """Ferry's collectives against PyTorch's Gloo and Open MPI, processes on one host.
 
-    python bench/collectives.py [--ranks 4] [--rounds 15] [--pin] [--json FILE]
+    python bench/collectives.py [--ranks 4] [--rounds 15] [--pin] [--json FILE] [--plot FILE]
 
 Every rank is a process with one torch thread. With `mpirun` and mpi4py (Debian: openmpi-bin; the
 Python index: mpi4py) Open MPI takes part, otherwise it is left out. In each round the contenders
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import platform
 import shutil
@@ -26,7 +25,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import job
@@ -43,7 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bytes", type=int, nargs="*", default=SIZES, help="of a tensor, f32")
     parser.add_argument("--calls", nargs="*", default=["all_reduce", "all_to_all"])
     parser.add_argument("--pin", action="store_true", help="each rank stays on one core")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
+    job.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -234,16 +232,15 @@ def run_rank(args: argparse.Namespace, rank: Rank, others: dict[str, str], **fac
             results.append({"call": call, "bytes": size, "figures": figures})
     if rank.rank == 0:
         show(results, others)
-        if args.json:
-            facts = facts | {
-                "machine": platform.processor() or platform.machine(),
-                "cores": len(rank.cores),
-                "pinned": args.pin,
-                "ranks": args.ranks,
-                "rounds": args.rounds,
-                "results": results,
-            }
-            args.json.write_text(json.dumps(facts, indent=1) + "\n")
+        facts = facts | {
+            "machine": platform.processor() or platform.machine(),
+            "cores": len(rank.cores),
+            "pinned": args.pin,
+            "ranks": args.ranks,
+            "rounds": args.rounds,
+            "results": results,
+        }
+        job.write(args, facts)
     rank.ferry.destroy()
 
 

@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import collectives
@@ -32,7 +31,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bytes", type=int, nargs="*", default=SIZES, help="of a tensor, f32")
     parser.add_argument("--chain", type=int, default=20, help="calls of a graph")
     parser.add_argument("--sms", type=int, nargs="*", default=[0], help="of Ferry; 0: its default")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
+    job.add_outputs(parser)
     return parser.parse_args()
 
 

@@ -1,6 +1,6 @@
 """`ferry bench` of two builds in one run, in turn: times before and after, and their ratio.
 
-    python bench/compare.py BEFORE AFTER [--rounds 5] [--json FILE] [-- OPTION...]
+    python bench/compare.py BEFORE AFTER [--rounds 5] [--json FILE] [--plot FILE] [-- OPTION...]
 
 BEFORE and AFTER: the programs. OPTION: of `ferry bench`, for both. Every other round the other one
 is first. Of each line the least median of all rounds counts, which other work on the machine
@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import job
 
 Key = tuple[str, str, int, int]
 
@@ -76,7 +78,7 @@ def main() -> int:
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the records there too")
+    job.add_outputs(parser)
     args = parser.parse_args(own)
     programs = (args.before.resolve(), args.after.resolve())
     found: tuple[list[dict], list[dict]] = ([], [])
@@ -85,8 +87,7 @@ def main() -> int:
             found[side].append(measured(programs[side], options))
     records = compared(*found)
     print(table(records))
-    if args.json:
-        args.json.write_text(json.dumps(records, indent=1) + "\n")
+    job.write(args, records)
     return 0
 
 

@@ -1,6 +1,6 @@
 """A training step of copies of a model on several ranks: what averaging the gradients costs.
 
-    python bench/data_parallel.py [--ranks 4] [--rounds 15] [--json FILE]
+    python bench/data_parallel.py [--ranks 4] [--rounds 15] [--json FILE] [--plot FILE]
 
 Every rank is a process with one torch thread and a model of 8 linear layers, 8.4 million
 parameters. The contenders come in turn in each round: no exchange at all; torch's DDP over Gloo;
@@ -14,13 +14,11 @@ exchange, the median of the differences. Gradients are compared before anything 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import job
@@ -34,7 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--json", type=Path, help="write the figures there too")
+    job.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -136,16 +134,15 @@ def run_rank(args: argparse.Namespace) -> None:
                 f"{name:22} {figure['wall_us']:11.0f} {figure['cpu_us']:10.0f} "
                 f"{figure['exchange_cpu_us']:16.0f} {ratio:10.2f}"
             )
-        if args.json:
-            facts = {
-                "machine": platform.processor() or platform.machine(),
-                "cores": len(os.sched_getaffinity(0)),
-                "ranks": args.ranks,
-                "rounds": args.rounds,
-                "parameters": sum(p.numel() for p in rank.models["no exchange"].parameters()),
-                "figures": figures,
-            }
-            args.json.write_text(json.dumps(facts, indent=1) + "\n")
+        facts = {
+            "machine": platform.processor() or platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "ranks": args.ranks,
+            "rounds": args.rounds,
+            "parameters": sum(p.numel() for p in rank.models["no exchange"].parameters()),
+            "figures": figures,
+        }
+        job.write(args, facts)
     rank.ranks.barrier()
     rank.ranks.destroy()
 

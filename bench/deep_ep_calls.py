@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import pickle
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import job
 import torch
 
 import deep_ep
@@ -68,7 +67,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=100, help="in a round")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--only", default="", help="calls whose name holds this")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
+    job.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -281,9 +280,7 @@ def main() -> None:
     if boot.rank == 0:
         for name, found in figures.items():
             print(words_of(name, found))
-        if args.json:
-            kept = vars(args) | {"json": None, "figures": figures}
-            args.json.write_text(json.dumps(kept, indent=1))
+        job.write(args, job.settings_of(args, boot.size) | {"figures": figures})
     comm.allgather(None)
 
 

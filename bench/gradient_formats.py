@@ -31,7 +31,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--formats", nargs="+", default=["exact", "e4m3"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[7, 8, 9])
     parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--json", type=Path)
+    job.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -120,10 +120,8 @@ def finish(given: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
     for format, mean in means.items():
         change = mean / means[given.formats[0]] - 1
         print(f"{format:10} held-out loss {mean:.4f}, {100 * change:+.2f} %")
-    if given.json:
-        settings = {"ranks": RANKS, "domain_size": DOMAIN, "steps": given.steps}
-        figures = job.report(settings) | {"held_out_means": means, "runs": runs}
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+    settings = {"ranks": RANKS, "domain_size": DOMAIN, "steps": given.steps}
+    job.write(given, job.report(settings) | {"held_out_means": means, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import platform
 import random
@@ -14,6 +15,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import plot_figures
 
 
 def free_port() -> int:
@@ -85,6 +88,25 @@ def percentile(values: list[float], share: float) -> float:
     low = int(at)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--plot", type=Path, help="draw them there, as SVG")
+
+
+def write(args: argparse.Namespace, facts: Any) -> None:
+    """Into the files that `add_outputs` takes."""
+    if args.json:
+        args.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    if args.plot:
+        program = Path(sys.argv[0]).stem
+        args.plot.write_text(plot_figures.drawn(program, facts), encoding="utf-8")
+
+
+def settings_of(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    kept = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
+    return kept | {"ranks": ranks}
 
 
 def report(settings: dict[str, Any], gpu: str = "") -> dict[str, Any]:

@@ -75,7 +75,7 @@ def curves(title: str, x_label: str, series: dict[str, list]) -> str:
 
 def bars(title: str, unit: str, values: dict[str, float]) -> str:
     """One bar for each value, its number behind it."""
-    left, row = 190, 24
+    left, row = max(190, 7 * max(map(len, values))), 24
     scale = (WIDTH - left - 90) / max(values.values())
     parts = []
     for i, (name, value) in enumerate(values.items()):

@@ -363,7 +363,7 @@ def run_rank(args: argparse.Namespace) -> None:
             if group.rank == 0:
                 show(lines)
     if group.rank == 0 and args.json:
-        settings = {k: v for k, v in vars(args).items() if k != "json"} | {"ranks": group.size}
+        settings = job.settings_of(args, group.size)
         report = job.report(settings, torch.cuda.get_device_name() if on_gpu else "")
         report |= {"version": f"ferry {ferry.__version__}, torch {torch.__version__}"}
         report |= {"data_checked": True, "results": results}
