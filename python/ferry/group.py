@@ -19,7 +19,7 @@ from ferry.arguments import (
     seconds,
     text,
 )
-from ferry.errors import Error
+from ferry.errors import Error, UnsupportedError
 from ferry.handles import register_group
 from ferry.metrics import metrics_of, serve_as_environment_says, text_of
 from ferry.results import ArrayT, Combined, Received
@@ -524,18 +524,25 @@ class Group:
         `ferry.serve_metrics`."""
         return text_of(self)
 
-    def trace(self, file: str | Path, *, most_events: int = 1 << 16) -> GroupTrace:
+    def trace(
+        self, file: str | Path, *, plot: str | Path | None = None, most_events: int = 1 << 16
+    ) -> GroupTrace:
         """Collective, a context manager: the calls and waits of all ranks inside the block, on one
         clock, become a timeline that ui.perfetto.dev shows. Rank 0 (or the lowest that is left)
         writes it at the end; its `summary` then says who came late.
 
         file: JSON. After an exception each rank writes what it has to FILE.rankN.
+        plot: a PNG, SVG or PDF of the first 20,000 calls and waits, drawn by matplotlib.
         most_events: of a rank, 64 bytes each; what finds no room is counted as dropped.
         Raises `UnsupportedError` on GPUs: use torch.profiler there, whose ranges calls have.
         """
-        return GroupTrace(
-            self, os.fspath(file), integer("trace: most_events", most_events, 1, 1 << 26)
-        )
+        from importlib.util import find_spec  # `import ferry` does without
+
+        image = "" if plot is None else os.fspath(plot)
+        if image and not find_spec("matplotlib"):
+            raise UnsupportedError("trace: plot needs matplotlib: pip install 'ferry-moe[plot]'")
+        events = integer("trace: most_events", most_events, 1, 1 << 26)
+        return GroupTrace(self, os.fspath(file), image, events)
 
     def network(self) -> _ferry.NetworkStats:
         """What this rank has sent to ranks of other domains since creation."""

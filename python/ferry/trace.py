@@ -53,11 +53,12 @@ class GroupTrace:
     """What `Group.trace` returns: records while it is entered. After the block rank 0 (or the
     lowest rank that is left) has written the file, and its `summary` says who came late."""
 
-    def __init__(self, group: Any, file: str, most_events: int) -> None:
+    def __init__(self, group: Any, file: str, image: str, most_events: int) -> None:
         from pathlib import Path
 
         self._group = group
         self._file = Path(file)
+        self._image = image
         self._most = most_events
         self._before: Stamps = []
         self._begin = 0
@@ -105,6 +106,10 @@ class GroupTrace:
         if ranks:
             made, self.summary = timeline(ranks)
             self._file.write_text(json.dumps(made), encoding="utf-8")
+            if self._image:
+                from ferry.trace_plot import draw_file
+
+                draw_file(made, self._image)
 
     def _write_own(self, mine: dict[str, Any], error: BaseException) -> None:
         """What this rank saw, since the others may not come. `error` is what the program hears."""

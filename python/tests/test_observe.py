@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from prometheus_client.parser import text_string_to_metric_families
 from rank_threads import run_ranks, run_threads
 
 import ferry
-from ferry import trace
+from ferry import trace, trace_plot
 
 ROUTES = np.array([[0, 4], [5, -1], [1, 2]])  # of 8 experts on 2 ranks: 2 tokens to each
 X = np.ones((3, 64), np.float32)
@@ -245,7 +246,7 @@ def test_a_slow_rank_is_found_in_the_trace(tmp_path: Path) -> None:
     began = [threading.Semaphore(0) for _ in range(3)]
 
     def body(group: ferry.Group) -> str:
-        recorder = group.trace(file)
+        recorder = group.trace(file, plot=tmp_path / "trace.svg")
         with recorder:
             for _ in range(3):
                 if group.rank == 2:
@@ -270,6 +271,8 @@ def test_a_slow_rank_is_found_in_the_trace(tmp_path: Path) -> None:
     assert sum(event["args"]["rows"] for event in calls) == 3 * 3 * 4  # calls, ranks, rows of each
     plans = [event for event in events if event["name"] == "plan" and event["pid"] == 2]
     assert all(event["args"]["late_us"] > 10_000 for event in plans)
+    assert "rank 2" in (tmp_path / "trace.svg").read_text()
+    expect_drawn(made["traceEvents"], events)
     for event in events:  # waits lie inside the calls that they belong to
         if event["cat"] == "wait":
             assert any(
@@ -278,6 +281,32 @@ def test_a_slow_rank_is_found_in_the_trace(tmp_path: Path) -> None:
                 for call in events
                 if call["cat"] == "call" and call["pid"] == event["pid"]
             )
+
+
+def expect_drawn(made: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
+    """The picture has a box for each call and wait, where and as long as it was."""
+    axes = Figure().subplots()
+    trace_plot.draw(axes, made)
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
+    first = min(event["ts"] for event in events)
+    boxes = []
+    for one in axes.collections:
+        for path in one.get_paths():
+            low, high = path.get_extents().get_points()
+            boxes.append((round(low[1]) if high[1] - low[1] > 0.5 else -1, low[0], high[0]))
+    assert len(boxes) == len(events)
+    for event in events:
+        begin = (event["ts"] - first) / 1e3
+        row = -1 if event["cat"] == "wait" else event["pid"]
+        wanted = pytest.approx((row, begin, begin + event["dur"] / 1e3), abs=1e-6)
+        assert any(box == wanted for box in boxes), event
+
+
+def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    group = ferry.Group(ferry.threads(1)[0], experts=1)
+    with pytest.raises(ferry.UnsupportedError, match="pip install 'ferry-moe\\[plot\\]'"):
+        group.trace(tmp_path / "trace.json", plot="trace.png")
 
 
 def test_a_trace_that_fails_leaves_what_each_rank_saw(tmp_path: Path) -> None:
