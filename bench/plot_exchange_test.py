@@ -16,7 +16,8 @@ def line(name, tokens, sms, row_bytes=512, dtype="bf16"):
         "sms": sms,
         "row_bytes": row_bytes,
         "p50_us": 10.0 * tokens,
-        "logical_gbps": 100.0,
+        "p95_us": 12.0 * tokens,
+        "logical_gbps": 100.0 if row_bytes else 0.0,
     }
 
 
@@ -27,9 +28,18 @@ class Axes:
         self.scales = {}
         self.curves = {}
         self.lines = []
+        self.looks = []
+        self.bars = self.names = None
 
-    def plot(self, x, y, style="-", marker="", label=""):
+    def plot(self, x, y, style="-", marker="", label="", color=""):
         self.curves[label] = (x, y, style)
+        self.looks.append((color, marker))
+
+    def barh(self, places, values, color, xerr):
+        self.bars = (list(values), xerr[1])
+
+    def set_yticks(self, places, names):
+        self.names = names
 
     def axhline(self, y, label="", **_):
         self.lines.append(label)
@@ -75,6 +85,23 @@ class Draw(unittest.TestCase):
         self.assertEqual(axes.curves["dispatch, cached, bf16"][0], [1, 3, 8])
         self.assertEqual(axes.lines, ["NCCL all-to-all alone, bf16"])
         self.assertEqual(axes.scales, {})
+
+    def test_many_curves_are_told_apart_without_colour(self):
+        axes = Axes()
+        lines = [line(f"call {i:02}", 16, sms) for i in range(20) for sms in (8, 16)]
+        plot_exchange.draw(axes, lines, "sms", "logical_gbps")
+        self.assertEqual(len(set(axes.looks)), 20)
+        for (colour, marker), (other, after) in zip(axes.looks, axes.looks[1:]):
+            self.assertTrue(colour != other and marker != after)
+
+    def test_one_measurement_of_each_call_is_a_bar(self):
+        lines = [line("plan", 16, 0, 0), line("dispatch", 16, 0), line("latency dispatch", 2, 0)]
+        axes = Axes()
+        plot_exchange.draw_bars(axes, lines, "p50_us")
+        self.assertEqual(axes.bars, ([160.0, 160.0, 20.0], [32.0, 32.0, 4.0]))
+        self.assertEqual(axes.names[2], "latency dispatch, bf16, 2 tokens")
+        plot_exchange.draw_bars(axes, lines, "logical_gbps")
+        self.assertEqual(axes.bars, ([100.0, 100.0], [0, 0]))  # a plan moves no rows
 
 
 if __name__ == "__main__":

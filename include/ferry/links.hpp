@@ -1,6 +1,7 @@
 // What the ways between the ranks of a group carry: for diagnosis.
 #pragma once
 #include <cstddef>
+#include <functional>
 #include <vector>
 
 #include "ferry/group.hpp"
@@ -28,7 +29,8 @@ struct Links {
 /// waits: about a fifth of a second for a pair, more over networks slower than 10 MB/s. Of several
 /// tries a round trip that is faster than most and the best rate count. Registers a few MiB on
 /// every rank, which stay with the group. Throws Error(unsupported) on a group whose engine is not
-/// the host's, and what exchanges throw when a rank fails.
-Links measure_links(Group& group);
+/// the host's, and what exchanges throw when a rank fails. `progress` is called on every rank, with
+/// how many of the measurements are over, and how many there are.
+Links measure_links(Group& group, const std::function<void(int done, int total)>& progress = {});
 
 }  // namespace ferry

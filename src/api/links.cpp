@@ -5,7 +5,7 @@
 
 namespace ferry {
 
-Links measure_links(Group& group) {
+Links measure_links(Group& group, const std::function<void(int done, int total)>& progress) {
   if (group.destroyed()) {
     throw Error(ErrorKind::destroyed, "measure_links: the group is destroyed");
   }
@@ -14,7 +14,7 @@ Links measure_links(Group& group) {
     throw Error(ErrorKind::unsupported,
                 "measure_links: got a group of backend cuda, expected backend host");
   }
-  return host::measure_links(*engine);
+  return host::measure_links(*engine, progress);
 }
 
 }  // namespace ferry

@@ -71,13 +71,16 @@ class Probe {
     engine.add_latency_memory(segments_.mine);
   }
 
-  void run() {
+  void run(const std::function<void(int, int)>& progress) {
+    const int total = kPasses * engine_.size() * (engine_.size() - 1) / 2;
+    int done = 0;
     for (int pass = 0; pass < kPasses; ++pass) {
       for (int a = 0; a < engine_.size(); ++a) {
         for (int b = a + 1; b < engine_.size(); ++b) {
           meet();  // the others stay out of the way
           if (engine_.rank() == a) lead(b);
           if (engine_.rank() == b) follow(a);
+          if (progress) progress(++done, total);
         }
       }
     }
@@ -268,12 +271,12 @@ class Probe {
 
 }  // namespace
 
-Links measure_links(HostEngine& engine) {
+Links measure_links(HostEngine& engine, const std::function<void(int, int)>& progress) {
   engine.check_whole(kMeasureLinks);
   Links links;
   engine.enter(kMeasureLinks, nullptr, [&] {
     Probe probe(engine);
-    probe.run();
+    probe.run(progress);
     links = probe.links();
   });
   return links;

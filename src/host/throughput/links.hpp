@@ -6,6 +6,6 @@
 namespace ferry::host {
 
 /// Collective; see ferry::measure_links.
-Links measure_links(HostEngine& engine);
+Links measure_links(HostEngine& engine, const std::function<void(int, int)>& progress);
 
 }  // namespace ferry::host

@@ -11,7 +11,13 @@ namespace {
 std::vector<Links> measure(const GroupConfig& config, int ranks) {
   std::vector<Links> all(static_cast<std::size_t>(ranks));
   with_groups(ranks, config, [&](Group& group) {
-    all[static_cast<std::size_t>(group.rank())] = measure_links(group);
+    int steps = 0, last = 0;
+    all[static_cast<std::size_t>(group.rank())] = measure_links(group, [&](int done, int total) {
+      EXPECT_EQ(done, ++steps);
+      last = total;
+    });
+    EXPECT_EQ(steps, last);
+    EXPECT_EQ(steps > 0, ranks > 1);
     group.barrier();  // and the group goes on
   });
   return all;

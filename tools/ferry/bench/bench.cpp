@@ -19,46 +19,19 @@
 #include "bench/tuning.hpp"
 #include "command.hpp"
 #include "doctor/machine.hpp"
+#include "progress.hpp"
 #include "run/ranks.hpp"
 
 namespace ferry::cli {
 namespace {
 
-/// On stderr: a bar on a terminal, else one line for each run.
-class Progress {
- public:
-  Progress(const BenchSettings& settings, const BenchBoard& board)
-      : board_(board), terminal_(isatty(STDERR_FILENO) == 1) {
-    const bool latency = settings.mode == BenchMode::latency;
-    if (!terminal_) fmt::print(stderr, "bench: {} mode\n", latency ? "latency" : "throughput");
-    // On GPUs it is told of what was measured, else of samples.
-    const auto lines = static_cast<int>(board.lines.size());
-    const int each = settings.warmup + settings.iterations;
-    total_ = settings.on_gpus() ? (latency ? 4 : lines) : (latency ? 1 : lines) * each;
-  }
-  ~Progress() {
-    if (done_ > 0) fmt::print(stderr, "\r\x1b[K");
-  }
-  Progress(const Progress&) = delete;
-  Progress& operator=(const Progress&) = delete;
-
-  void show() {
-    const auto done = static_cast<int>(board_.done());
-    if (!terminal_ || done == done_) return;
-    const int filled = kWidth * done / total_;
-    fmt::print(stderr, "\r\x1b[K[{:#<{}}{:.<{}}] {:3} %  {}", "", filled, "", kWidth - filled,
-               100 * done / total_, traits(board_.now()).name);
-    std::fflush(stderr);
-    done_ = done;
-  }
-
- private:
-  static constexpr int kWidth = 40;
-  const BenchBoard& board_;
-  bool terminal_;
-  int total_ = 0;
-  int done_ = 0;
-};
+/// Of what `done` of a board counts: on GPUs what was measured, else samples.
+int steps_of(const BenchSettings& settings, const BenchBoard& board) {
+  const bool latency = settings.mode == BenchMode::latency;
+  const auto lines = static_cast<int>(board.lines.size());
+  const int each = settings.warmup + settings.iterations;
+  return settings.on_gpus() ? (latency ? 4 : lines) : (latency ? 1 : lines) * each;
+}
 
 using BenchBody = void (*)(const BenchSettings&, const BenchBoard&, std::shared_ptr<Bootstrap>);
 
@@ -70,11 +43,15 @@ BenchBody body_of(const BenchSettings& s) {
 /// Measures one mode and adds what it found. True when every rank passed; else says which did not.
 bool run_mode(const BenchSettings& settings, std::vector<BenchResult>& results) {
   const BenchBoard board(settings);
-  auto progress = std::make_unique<Progress>(settings, board);
+  const bool latency = settings.mode == BenchMode::latency;
+  if (isatty(STDERR_FILENO) != 1) {
+    fmt::print(stderr, "bench: {} mode\n", latency ? "latency" : "throughput");
+  }
+  auto progress = std::make_unique<Progress>("bench", steps_of(settings, board));
   RankRun run;
   run.ranks = settings.ranks;
   run.processes = settings.processes;
-  run.tick = [&progress] { progress->show(); };
+  run.tick = [&] { progress->show(static_cast<int>(board.done()), traits(board.now()).name); };
   const auto failures = run_ranks(run, [&](int, std::shared_ptr<Bootstrap> bootstrap) {
     body_of(settings)(settings, board, std::move(bootstrap));
   });

@@ -172,6 +172,24 @@ class Bench(unittest.TestCase):
         self.assertFalse(any(Path(f"/proc/{pid}").exists() for pid in ranks))
         self.assertEqual(left_in_shared_memory(before), set())
 
+    def test_plot(self):
+        """What is given to python3, which stands for the one with matplotlib."""
+        with tempfile.TemporaryDirectory() as folder:
+            python = Path(folder) / "python3"
+            python.write_text(f'#!/bin/sh\ncat > {folder}/program.py\ncp "$2" "$4"\n')
+            python.chmod(0o755)
+            paths = f"{folder}:{os.environ['PATH']}"
+            arguments = f"-n 2 --mode throughput --json {folder}/found.json --plot {folder}/a.png"
+            command = [os.path.abspath(FERRY), "bench", *TINY.split(), *arguments.split()]
+            done = subprocess.run(
+                command, env=os.environ | {"PATH": paths}, capture_output=True, text=True
+            )
+            self.assertEqual(done.returncode, 0, done.stderr)
+            drawn = json.loads((Path(folder) / "a.png").read_text())
+            self.assertEqual([line["name"] for line in drawn["results"]], THROUGHPUT)
+            own = Path(__file__).resolve().parents[3] / "bench" / "plot_exchange.py"
+            self.assertEqual((Path(folder) / "program.py").read_text(), own.read_text())
+
     def test_json_into_a_file_leaves_the_table(self):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "found.json"
@@ -228,7 +246,7 @@ class Bench(unittest.TestCase):
             ("--token-sweep 4", "--token-sweep: only with --backend cuda"),
             ("--backend cuda --mode all", "measures --mode throughput or --mode latency"),
             ("--backend cuda --mode latency --sms 4", "--sms: only with --mode throughput"),
-            ("--backend cuda --json --plot a.png", "needs --json FILE"),
+            ("--json --plot a.png", "needs --json FILE"),
             ("--backend cuda --topk 9", "there are only 6 experts"),
         ):
             with self.subTest(arguments=arguments):

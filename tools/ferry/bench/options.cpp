@@ -120,7 +120,7 @@ void add_fabric_options(CLI::App* app, BenchArguments& given) {
       ->excludes(threads);
 }
 
-void add_gpu_options(CLI::App* app, BenchArguments& given, CLI::Option* json) {
+void add_gpu_options(CLI::App* app, BenchArguments& given) {
   BenchSettings& s = given.settings;
   choice<Backend>(app, "--backend", s.backend, {{"host", Backend::host}, {"cuda", Backend::cuda}},
                   "What runs the exchanges");
@@ -143,10 +143,6 @@ void add_gpu_options(CLI::App* app, BenchArguments& given, CLI::Option* json) {
       ->type_name("auto|off|FILE")
       ->group(group)
       ->capture_default_str();
-  app->add_option("--plot", given.plot_file, "Draw the JSON (python3 with matplotlib)")
-      ->type_name("FILE")
-      ->group(group)
-      ->needs(json);
 }
 
 template <class... Words>
@@ -202,7 +198,10 @@ void add_bench_options(CLI::App* app, BenchArguments& given) {
                                       "beside the table, or instead of the table")
                           ->type_name("[FILE]")
                           ->expected(0, 1);
-  add_gpu_options(app, given, json);
+  app->add_option("--plot", given.plot_file, "Draw the JSON (python3 with matplotlib)")
+      ->type_name("FILE")
+      ->needs(json);
+  add_gpu_options(app, given);
 }
 
 void settle_options(const CLI::App& app, BenchArguments& given) {
@@ -213,12 +212,10 @@ void settle_options(const CLI::App& app, BenchArguments& given) {
   refuse_if(!given.plot_file.empty() && given.json_file.empty(),
             "--plot: needs --json FILE, which it draws");
   const bool latency = s.mode == BenchMode::latency;
-  for (const std::string name :
-       {"--sms", "--alignment", "--nccl", "--plot", "--token-sweep", "--chain"}) {
+  for (const std::string name : {"--sms", "--alignment", "--nccl", "--token-sweep", "--chain"}) {
     const bool both = latency && (name == "--token-sweep" || name == "--chain");
     refuse_if(!s.on_gpus() && !both && app.count(name) > 0, "{}: only with --backend cuda", name);
-    const bool gpus_too = both || name == "--plot";
-    refuse_if(latency && !gpus_too && app.count(name) > 0, "{}: only with --mode throughput", name);
+    refuse_if(latency && !both && app.count(name) > 0, "{}: only with --mode throughput", name);
   }
   if (app.count("--chain") > 0) s.chain = given.chain;
   (latency ? given.latency_tokens : s.token_sweep) = given.token_sweep;

@@ -6,6 +6,7 @@
 namespace ferry::cli {
 
 extern const std::string_view kExchangePlot;  ///< bench/plot_exchange.py
+extern const std::string_view kMatrixPlot;    ///< bench/plot_matrix.py
 extern const std::string_view kPlanPlot;      ///< bench/plot_plan.py
 
 /// Draws a JSON file into an image, by python3 with matplotlib. False, and says so: it did not.

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/plot.hpp"
 #include "command.hpp"
 #include "doctor/machine.hpp"
 #include "doctor/net.hpp"
@@ -326,10 +327,14 @@ void print(const Diagnosis& d) {
                                   : "Ferry does not work here: see the errors above.");
 }
 
-int tell_waits(const std::vector<std::string>& files) {
+int tell_waits(const std::vector<std::string>& files, const std::string& image) {
   try {
-    fmt::print("{}\n", describe_waits(read_waits(files)));
-    return 0;
+    const WaitMatrix waits = read_waits(files);
+    const std::string said = describe_waits(waits);
+    fmt::print("{}\n", said);
+    if (image.empty()) return 0;
+    const nlohmann::json found{{"waits_ns", waits}, {"odd", nlohmann::json::array({said})}};
+    return draw_text(kMatrixPlot, found.dump(), image) ? 0 : 1;
   } catch (const std::runtime_error& error) {
     fmt::print(stderr, "ferry doctor --waits: {}\n", error.what());
     return kUsageError;
@@ -345,6 +350,7 @@ void add_doctor(CLI::App& app, int& exit_code) {
     std::vector<std::string> waits{};
     bool net = false;
     FabricKind fabric = FabricKind::automatic;
+    std::string plot{};
   };
   auto given = std::make_shared<Arguments>();
   CLI::App* doctor = app.add_subcommand(
@@ -370,15 +376,22 @@ void add_doctor(CLI::App& app, int& exit_code) {
   doctor->add_option("--fabric", given->fabric, "Of --net: automatic, shm or ofi")
       ->transform(CLI::CheckedTransformer(kinds).description(""))
       ->needs(net);
+  doctor
+      ->add_option("--plot", given->plot,
+                   "Of --net and --waits: draw them as heat maps (python3 with matplotlib)")
+      ->type_name("FILE");
   doctor->footer("\nExit codes: 0 Ferry works here; 1 it does not; 2 wrong command line.");
   doctor->callback([given, &exit_code] {
     if (!given->waits.empty()) {
-      exit_code = tell_waits(given->waits);
+      exit_code = tell_waits(given->waits, given->plot);
       return;
     }
     if (given->net) {
-      exit_code = run_net(given->fabric, given->json);
+      exit_code = run_net(given->fabric, given->json, given->plot);
       return;
+    }
+    if (!given->plot.empty()) {
+      throw CLI::ValidationError("--plot: draws what --net or --waits found; give one of them");
     }
     const Diagnosis diagnosis = diagnose(!given->no_self_test);
     if (given->json) {

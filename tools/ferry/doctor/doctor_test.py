@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 import unittest
+from pathlib import Path
 
 FERRY = os.environ.get("FERRY_CLI", "")
 FAKE_DRIVERS = os.environ.get("FERRY_FAKE_DRIVERS", "")  # folder with libcuda.so.1 and NVML
@@ -109,6 +110,37 @@ class Doctor(unittest.TestCase):
             self.assertEqual(result.returncode, 2)
             self.assertIn("waits.txt", result.stderr)
             self.assertEqual(doctor("--waits", path, "--json").returncode, 2)
+
+    def test_plot(self):
+        """What is given to python3, which stands for the one with matplotlib."""
+        with tempfile.TemporaryDirectory() as folder:
+            python = Path(folder) / "python3"
+            python.write_text(f'#!/bin/sh\ncat > {folder}/program.py\ncp "$2" "$4"\n')
+            python.chmod(0o755)
+            environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+            waits, image = Path(folder) / "waits.txt", Path(folder) / "a.svg"
+            waits.write_text("5 9 900000\n8 0 900000\n7 6 0\n")
+            ferry = os.path.abspath(FERRY)
+            jobs = (
+                [ferry, "doctor", "--waits", str(waits)],
+                [ferry, "run", "-n", "2", "--", ferry, "doctor", "--net"],
+            )
+            for command in jobs:
+                done = subprocess.run(
+                    [*command, "--plot", image], env=environment, capture_output=True, text=True
+                )
+                self.assertEqual(done.returncode, 0, done.stderr)
+                drawn = json.loads(image.read_text())
+                if "--waits" in command:
+                    self.assertEqual(drawn["waits_ns"], [[5, 9, 9e5], [8, 0, 9e5], [7, 6, 0]])
+                    self.assertIn("Rank 2 is a slow sender", drawn["odd"][0])
+                else:
+                    self.assertEqual([len(row) for row in drawn["bytes_per_s"]], [2, 2])
+            own = Path(__file__).resolve().parents[3] / "bench" / "plot_matrix.py"
+            self.assertEqual((Path(folder) / "program.py").read_text(), own.read_text())
+        refused = doctor("--plot", "a.svg")
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("--net or --waits", refused.stderr)
 
     def test_net(self):
         command = [FERRY, "run", "-n", "3", "--", FERRY, "doctor", "--net"]

@@ -41,7 +41,7 @@ nlohmann::json to_json(const std::vector<NicStats>& nics);
 std::vector<NicStats> nics_from(const nlohmann::json& told);
 
 /// A rank of the job that the environment describes: measures with the others; rank 0 tells, as
-/// text or JSON. Returns the exit code.
-int run_net(FabricKind fabric, bool json);
+/// text or JSON, and draws an `image` unless that is "". Returns the exit code.
+int run_net(FabricKind fabric, bool json, const std::string& image);
 
 }  // namespace ferry::cli

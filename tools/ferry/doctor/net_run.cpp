@@ -2,13 +2,28 @@
 #include <fmt/format.h>
 
 #include <ferry/ferry.hpp>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <span>
 
+#include "bench/plot.hpp"
 #include "doctor/net.hpp"
+#include "progress.hpp"
 
 namespace ferry::cli {
 namespace {
+
+/// Rank 0 says how far it is.
+Links measured_links(Group& group) {
+  if (group.rank() != 0) return measure_links(group);
+  const int pairs = group.size() * (group.size() - 1) / 2;
+  const std::string what = fmt::format("{} pairs of ranks, three times each", pairs);
+  std::unique_ptr<Progress> shown;
+  return measure_links(group, [&](int done, int total) {
+    if (!shown) shown = std::make_unique<Progress>("doctor", total);
+    shown->show(done, what);
+  });
+}
 
 /// Collective: of all ranks.
 std::vector<std::vector<NicStats>> nics_of_all(Bootstrap& bootstrap, const Group& group) {
@@ -24,7 +39,7 @@ std::vector<std::vector<NicStats>> nics_of_all(Bootstrap& bootstrap, const Group
 
 }  // namespace
 
-int run_net(FabricKind fabric, bool json) {
+int run_net(FabricKind fabric, bool json, const std::string& image) {
   try {
     const std::shared_ptr<Bootstrap> bootstrap = tcp_bootstrap(tcp_options_from_environment());
     GroupConfig config;
@@ -33,11 +48,11 @@ int run_net(FabricKind fabric, bool json) {
     config.backend = Backend::host;
     config.fabric = fabric;
     Group group(bootstrap, config);
-    const Links links = measure_links(group);
+    const Links links = measured_links(group);
     const auto nics = nics_of_all(*bootstrap, group);
     if (group.rank() != 0) return 0;
+    nlohmann::json told = to_json(links);
     if (json) {
-      nlohmann::json told = to_json(links);
       told["fabric"] = group.fabric_name();
       told["nics"] = nlohmann::json::array();
       for (const auto& of_rank : nics) told["nics"].push_back(to_json(of_rank));
@@ -46,7 +61,8 @@ int run_net(FabricKind fabric, bool json) {
       fmt::print("{} ranks, fabric {}\n{}{}", links.ranks(), group.fabric_name(),
                  describe_nics(nics), describe_links(links));
     }
-    return 0;
+    if (image.empty()) return 0;
+    return draw_text(kMatrixPlot, told.dump(), image) ? 0 : 1;
   } catch (const std::exception& error) {
     fmt::print(stderr, "ferry doctor --net: {}\n", error.what());
     return 1;

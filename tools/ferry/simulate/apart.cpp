@@ -82,17 +82,20 @@ class Apart {
 }  // namespace
 
 std::vector<std::vector<double>> run_apart(
-    const std::vector<std::function<std::vector<double>()>>& jobs, int at_once) {
+    const std::vector<std::function<std::vector<double>()>>& jobs, int at_once,
+    const std::function<void(int)>& came) {
   std::vector<std::vector<double>> results;
   std::vector<Apart> running;
   const auto limit = static_cast<std::size_t>(at_once);
+  const auto take = [&] {
+    results.push_back(running[results.size()].result());
+    came(static_cast<int>(results.size()));
+  };
   for (std::size_t i = 0; i < jobs.size(); ++i) {
-    if (running.size() - results.size() == limit) {
-      results.push_back(running[results.size()].result());
-    }
+    if (running.size() - results.size() == limit) take();
     running.emplace_back(jobs[i]);
   }
-  while (results.size() < jobs.size()) results.push_back(running[results.size()].result());
+  while (results.size() < jobs.size()) take();
   return results;
 }
 

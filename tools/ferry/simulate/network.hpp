@@ -46,8 +46,10 @@ std::vector<double> simulate_flows(const SimulatedNetwork& network,
                                    const std::vector<SimulatedFlow>& flows);
 
 /// Runs each of these in a process of its own, so many at once; what they return, in order. Throws
-/// what one of them threw, or that it was killed.
+/// what one of them threw, or that it was killed. `came`: called after each result, with their
+/// number.
 std::vector<std::vector<double>> run_apart(
-    const std::vector<std::function<std::vector<double>()>>& jobs, int at_once);
+    const std::vector<std::function<std::vector<double>()>>& jobs, int at_once,
+    const std::function<void(int)>& came);
 
 }  // namespace ferry::cli

@@ -17,6 +17,7 @@
 #include "command.hpp"
 #include "number.hpp"
 #include "plan/predict.hpp"
+#include "progress.hpp"
 #include "simulate/network.hpp"
 #include "simulate/timeline.hpp"
 
@@ -293,7 +294,8 @@ Simulated simulated_call(const World& world, const Described& cluster, const Des
     jobs.emplace_back([&part] { return simulate_flows(part.network, part.flows); });
   }
   const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-  const auto ends = run_apart(jobs, cores);
+  Progress progress("simulate", static_cast<int>(jobs.size()));
+  const auto ends = run_apart(jobs, cores, [&](int done) { progress.show(done, made.call); });
   for (std::size_t i = 0; i < parts.size(); ++i) {
     double& last = i + 1 == parts.size() ? made.nvlink_s : made.nic_s;
     last = std::max(last, ended(world, parts[i], ends[i], combine, timeline, begin));
