@@ -23,6 +23,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools" / "wheels"))
+import make  # noqa: E402  # of `make wheels`
+
 DIST = ROOT / "dist"
 ROOTS = ROOT / "build" / "roots"
 MACHINE = platform.machine()
@@ -47,11 +50,11 @@ def run(*command: str | Path, **options: object) -> str:
     return done.stdout
 
 
-def wheel_for(python: str, machine: str) -> Path:
+def wheel_for(python: str, machine: str, folder: Path = DIST) -> Path:
     tag = "cp311-cp311" if python == "3.11" else "cp312-abi3"
-    found = list(DIST.glob(f"ferry_moe-*-{tag}-*_{machine}.whl"))
+    found = list(folder.glob(f"ferry_moe-*-{tag}-*_{machine}.whl"))
     if not found:
-        pytest.skip(f"no wheel {tag} for {machine} in dist/: make wheels says why")
+        pytest.skip(f"no wheel {tag} for {machine} in {folder}: make wheels says why")
     return found[0]
 
 
@@ -113,22 +116,79 @@ cd /tmp
 """
 
 
-@pytest.mark.parametrize("suite", PYTHON)
-def test_a_bare_root_installs_and_runs_the_wheel(suite: str) -> None:
-    wheel = wheel_for(PYTHON[suite], MACHINE)
-    root = make_root(suite, MACHINE, "minbase", "python3,python3-venv")
+def installed_and_run(root: Path, wheel: Path, python: str, script: str = INSIDE) -> str:
+    """What the ten lines on four ranks and `ferry doctor` said."""
     shutil.rmtree(root / "wheels", ignore_errors=True)
     (root / "wheels").mkdir()
     shutil.copy(wheel, root / "wheels")
-    numpy_for(PYTHON[suite], MACHINE, root / "wheels")
+    numpy_for(python, MACHINE, root / "wheels")
     (root / "ten.py").write_text(ten_lines())
     start = time.monotonic()
-    said = run_inside(root, INSIDE, {})
+    said = run_inside(root, script, {})
     seconds = time.monotonic() - start
-    print(f"{suite}: {seconds:.0f} s from pip install to the end of doctor\n{said}")
+    print(f"{root.name}: {seconds:.0f} s from pip install to the end of doctor\n{said}")
     for rank in range(4):
         assert re.search(rf"\[{rank}\] rank {rank}: \d+ rows came, y is \(16, 128\)", said), said
     assert "libfabric" in said
+    return said
+
+
+@pytest.mark.parametrize("suite", PYTHON)
+def test_a_bare_root_installs_and_runs_the_wheel(suite: str) -> None:
+    root = make_root(suite, MACHINE, "minbase", "python3,python3-venv")
+    installed_and_run(root, wheel_for(PYTHON[suite], MACHINE), PYTHON[suite])
+
+
+@pytest.mark.parametrize("suite", PYTHON)
+def test_the_wheel_with_the_cuda_engine_works_without_a_gpu(suite: str) -> None:
+    """On the host engine, and whoever asks for the other one is told why there is none."""
+    wheel = wheel_for(PYTHON[suite], MACHINE, DIST / "cuda")
+    root = make_root(suite, MACHINE, "minbase", "python3,python3-venv")
+    script = (
+        INSIDE
+        + """
+/venv/bin/pip list | grep ferry-moe
+/venv/bin/python -c '
+import ferry
+assert ferry.has_cuda
+try:
+    ferry.Group(ferry.threads(1)[0], experts=1, backend="cuda")
+except ferry.Error as error:
+    print("refused:", error)
+'
+"""
+    )
+    said = installed_and_run(root, wheel, PYTHON[suite], script)
+    assert "engines        host, cuda (for sm_" in said, said
+    assert re.search(r"ferry-moe +\d+\.\d+\.\d+\+cu\d+", said), said
+    assert re.search(r"refused: .*(GPU|driver)", said), said
+
+
+def test_the_oldest_distribution_with_a_python_of_its_own() -> None:
+    """Debian 11 has glibc 2.31, of Debian's archive here the oldest, and no Python that is new
+    enough: one is compiled there from the sources that this machine's distribution has."""
+    wheel = wheel_for("3.11", MACHINE)
+    root = make_root("bullseye", MACHINE, "minbase", "libexpat1,libffi7,libssl1.1,zlib1g")
+    if not (root / "opt/python/bin/python3.11").exists():
+        packages = "gcc,make,libc6-dev,libffi-dev,libssl-dev,zlib1g-dev,ca-certificates"
+        build = make_root("bullseye", MACHINE, "minbase", packages, "-build")
+        make.WORK.mkdir(parents=True, exist_ok=True)
+        make.fetch_source("python3.11", build / "source")
+        said = run_inside(build, COMPILE_PYTHON, {"JOBS": os.environ.get("JOBS", "2")})
+        print(said[-300:])
+        shutil.copytree(build / "opt/python", root / "opt/python", symlinks=True)
+    script = INSIDE.replace("python3 -m venv", "/opt/python/bin/python3.11 -m venv")
+    assert script != INSIDE
+    installed_and_run(root, wheel, "3.11", script)
+
+
+COMPILE_PYTHON = """
+cd /source && tar -xf *.orig.tar.xz && cd */
+./configure --prefix=/opt/python --with-ensurepip=no >/dev/null
+make -j$JOBS >/dev/null 2>&1
+make install >/dev/null 2>&1
+/opt/python/bin/python3.11 -c 'import ssl, zlib, ctypes, ensurepip'
+"""
 
 
 @pytest.mark.skipif(MACHINE != "x86_64", reason="for machines that are not Arm64 themselves")
@@ -153,21 +213,23 @@ def test_the_wheel_for_arm64_under_an_emulator(tmp_path: Path) -> None:
     assert said.startswith("ferry 0."), said
 
 
-def test_the_steps_of_the_dockerfile() -> None:
+@pytest.mark.parametrize("cuda", [False, True], ids=["cpu", "cuda"])
+def test_the_steps_of_the_dockerfile(cuda: bool) -> None:
     """In a root like its base image; then what `docker run` would start. No Docker is needed."""
-    wheel_for("3.11", MACHINE)
+    wheel_for("3.11", MACHINE, DIST / "cuda" if cuda else DIST)
     root = make_root("bookworm", MACHINE, "minbase", "ca-certificates", "-docker")
     text = (ROOT / "Dockerfile").read_text()
     steps = re.findall(r"^(FROM|ARG|RUN|COPY|ENV|CMD) (.*)$", text, re.M)
     script = ""
     for step, words in steps:
         if step in ("ARG", "ENV") and not words.startswith("BASE="):
-            script += f"export {words}\n"
+            given = words.replace("FERRY_CUDA=0", f"FERRY_CUDA={int(cuda)}")  # --build-arg
+            script += f"export {given}\n"
         elif step == "RUN":
             script += f"( {words} )\n"
         elif step == "COPY":
-            assert words == ". /usr/src/ferry"
-            script += "rm -rf /usr/src/ferry /opt/ferry; cp -r /context /usr/src/ferry\n"
+            assert words == "dist /usr/src/ferry"
+            script += "rm -rf /usr/src/ferry /opt/ferry; cp -r /context/dist /usr/src/ferry\n"
         elif step == "CMD":
             script += " ".join(json.loads(words)) + "\n"
     script += "cd /tmp; ferry run -n 4 -- python /ten.py\n"
@@ -179,18 +241,18 @@ def test_the_steps_of_the_dockerfile() -> None:
     told = {name: value for name, value in os.environ.items() if CLIENTS.fullmatch(name)}
     said = run_inside(root, script, told | {"PIP_FIND_LINKS": ""})
     assert "[3] rank 3:" in said and "libfabric" in said, said
+    assert ("host, cuda (for sm_" in said) == cuda, said
 
 
 def test_wheels_carry_no_libraries_and_need_no_newer_glibc() -> None:
     """What auditwheel says is in the name; here, that only glibc's own libraries are needed."""
-    wheels = list(DIST.glob("*.whl"))
+    wheels = list(DIST.rglob("*.whl"))
     if not wheels:
         pytest.skip("no wheels in dist/: make wheels")
     import zipfile
 
     for wheel in wheels:
-        named = re.search(r"-manylinux_2_(\d+)_(x86_64|aarch64)\.whl$", wheel.name)
-        assert named and int(named[1]) <= 28, wheel
+        assert re.search(r"-manylinux_2_28_(x86_64|aarch64)\.whl$", wheel.name), wheel
         with zipfile.ZipFile(wheel) as archive:
             modules = [name for name in archive.namelist() if ".so" in name]
             assert len(modules) == 1 and modules[0].startswith("ferry/_ferry."), modules

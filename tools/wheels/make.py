@@ -1,12 +1,13 @@
 """`make wheels`: wheels that need no compiler to install, and the sdist that they are made from.
 
-    make.py [--arch x86_64 ...] [--python PROGRAM ...]
+    make.py [--arch x86_64 ...] [--python PROGRAM ...] [--no-cuda]
 
 For each architecture a wheel for CPython 3.11, and one of the stable ABI for 3.12 and all later
 ones. clang of `ziglang` compiles them for glibc 2.28, whatever this machine has, with a static
-libc++; auditwheel checks that, and names them manylinux_2_28 or older. They have the host engine
-and the command; libfabric is loaded at run time where there is one. Results: dist/; all else:
-build/wheels/.
+libc++; auditwheel checks that. They have the host engine and the command; libfabric is loaded at
+run time where there is one. The same with the CUDA engine, for x86-64, where there is an nvcc
+(tools/setup/cuda.sh): its version ends in +cu13, as CUDA's does; CUDAARCHS of the environment says
+for which GPUs. Results: dist/ and dist/cuda/; all else: build/wheels/.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +31,8 @@ DIST = ROOT / "dist"
 SETUP = ROOT / "tools" / "setup"
 GLIBC = (2, 28)
 ARCHITECTURES = ("x86_64", "aarch64")
-MOST_BYTES = 2_000_000
+CUDA_ARCHITECTURE = "x86_64"
+MOST_BYTES = 2_000_000  # of a wheel without the CUDA engine
 #: Headers that the command and the network fabric are compiled with: the distribution's packages.
 HEADERS = ("CLI", "fmt", "nlohmann", "rdma")
 
@@ -85,9 +88,9 @@ def environment_of(python: Path) -> Path:
     return folder / "bin/python"
 
 
-def fetch_yaml_cpp(into: Path) -> None:
-    """The sources of yaml-cpp as the distribution has them, by apt with its checks of signatures;
-    lists and settings of this machine stay as they are."""
+def fetch_source(package: str, folder: Path) -> Path:
+    """The archive of a package's sources as the distribution has them, by apt with its checks of
+    signatures; lists and settings of this machine stay as they are."""
     lists = WORK / "apt"
     (lists / "partial").mkdir(parents=True, exist_ok=True)
     format_ = "deb-src $(SITE) $(RELEASE) $(COMPONENT)"
@@ -99,12 +102,17 @@ def fetch_yaml_cpp(into: Path) -> None:
     apt += ["-oDir::Etc::SourceParts=/dev/null", f"-oDir::State::Lists={lists}"]
     apt += ["-oAPT::Sandbox::User=root"]
     run(*apt, "update")
-    folder = WORK / "source"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    run(*apt, "source", "--download-only", "yaml-cpp", cwd=folder)
-    (archive,) = folder.glob("*.orig.tar.*")
-    print(f"wheels: yaml-cpp from {archive.name}")
+    run(*apt, "source", "--download-only", package, cwd=folder)
+    (archive,) = (path for path in folder.glob("*.orig.tar.*") if path.suffix != ".asc")
+    print(f"wheels: {package} from {archive.name}")
+    return archive
+
+
+def fetch_yaml_cpp(into: Path) -> None:
+    folder = WORK / "source"
+    archive = fetch_source("yaml-cpp", folder)
     run("tar", "-xf", archive, "-C", folder)
     (unpacked,) = folder.glob("*/CMakeLists.txt")
     shutil.move(unpacked.parent, into)
@@ -149,22 +157,85 @@ def update(folder: Path, new: Path) -> None:
             shutil.copyfile(new / name, old)
 
 
-def build_wheel(python: Path, arch: str, sources: Path, libraries: Path, stub: Path | None) -> Path:
+@dataclass(frozen=True)
+class Kind:
+    """A kind of wheel."""
+
+    arch: str
+    nvcc: Path | None = None  # with the CUDA engine
+
+    @property
+    def name(self) -> str:
+        return f"{self.arch}-cuda" if self.nvcc else self.arch
+
+    @property
+    def dist(self) -> Path:
+        return DIST / "cuda" if self.nvcc else DIST
+
+
+def find_nvcc() -> Path | None:
+    found = subprocess.run(
+        [SETUP / "cuda.sh"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
+    )
+    return Path(found.stdout.split()[-1]) if found.returncode == 0 else None
+
+
+def zig() -> Path:
+    """The same for all Pythons, so that they share the objects of the engine."""
+    return min(WORK.glob("venv-*/lib/python*/site-packages/ziglang/zig"))
+
+
+def target_of(arch: str) -> str:
+    return f"{arch}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
+
+
+def cuda_settings(kind: Kind) -> dict[str, object]:
+    """nvcc does not take a libc++, so this machine's compiler is its partner. That mixes no two
+    libraries: between kernels and the engine go numbers and pointers alone, and what kernels need
+    of newer systems is refused when the module is linked."""
+    if not kind.nvcc:
+        return {"FERRY_CUDA": "OFF"}
+    return {
+        "FERRY_CUDA": "ON",
+        "CMAKE_CUDA_COMPILER": kind.nvcc,
+        "CMAKE_CUDA_HOST_COMPILER": shutil.which(os.environ.get("CXX") or "g++"),
+        "CMAKE_CUDA_FLAGS_RELEASE": "-O3 -DNDEBUG",
+    }
+
+
+def with_cuda_version(sources: Path, nvcc: Path) -> Path:
+    """A copy whose version says for which CUDA it is, so that pip tells the two apart."""
+    said = run(nvcc, "--version")
+    major = re.search(r"release (\d+)", said)
+    copy = WORK / "ferry-cuda"
+    update(copy, sources)
+    settings = copy / "pyproject.toml"
+    plain = 'result = "{major}.{minor}.{patch}"'
+    text = settings.read_text()
+    if not major or plain not in text:
+        sys.exit(f"wheels: no version in what {nvcc} says, or no {plain} in pyproject.toml")
+    settings.write_text(text.replace(plain, f'{plain[:-1]}+cu{major[1]}"'))
+    return copy
+
+
+def build_wheel(
+    python: Path, kind: Kind, sources: Path, libraries: Path, stub: Path | None
+) -> Path:
     """One wheel, as the compiler leaves it."""
-    objects = WORK / arch
+    arch = kind.arch
+    objects = WORK / kind.name
     (objects / "CMakeCache.txt").unlink(missing_ok=True)  # of the other Python; objects stay
     out = WORK / "plain"
     shutil.rmtree(out, ignore_errors=True)
     minor = run(python, "-c", "import sys; print(sys.version_info[1], end='')")
     defines = {
         "CMAKE_TOOLCHAIN_FILE": sources / "cmake/zig.cmake",
-        # The same for all Pythons, so that they share the objects of the engine.
-        "FERRY_ZIG": min(WORK.glob("venv-*/lib/python*/site-packages/ziglang/zig")),
-        "FERRY_ZIG_TARGET": f"{arch}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}",
+        "FERRY_ZIG": zig(),
+        "FERRY_ZIG_TARGET": target_of(arch),
         "FERRY_BUNDLED": libraries,
         "FERRY_OFI_INCLUDE": libraries / "include",
-        "FERRY_CUDA": "OFF",
         "CMAKE_CXX_FLAGS_RELEASE": "-O2 -DNDEBUG -ffunction-sections -fdata-sections",
+        **cuda_settings(kind),
     }
     if stub:
         defines["FERRY_PYTHON_STUB"] = stub
@@ -175,7 +246,7 @@ def build_wheel(python: Path, arch: str, sources: Path, libraries: Path, stub: P
         *command,
         *(f"--config-settings={setting}" for setting in settings),
         sources,
-        log=f"{arch}-3.{minor}",
+        log=f"{kind.name}-3.{minor}",
         _PYTHON_HOST_PLATFORM=f"linux-{arch}",
         SETUPTOOLS_EXT_SUFFIX=f".cpython-3{minor}-{arch}-linux-gnu.so",
         CMAKE_CXX_COMPILER_LAUNCHER="",
@@ -187,26 +258,28 @@ def build_wheel(python: Path, arch: str, sources: Path, libraries: Path, stub: P
     return wheel
 
 
-def audit(python: Path, wheel: Path, arch: str) -> Path:
-    """Named by auditwheel after the oldest glibc that has all it needs."""
+def audit(python: Path, wheel: Path, kind: Kind) -> Path:
+    """Named after the glibc that it is compiled for; auditwheel refuses what needs a newer one, or
+    another library."""
     fresh = WORK / "audited"
     shutil.rmtree(fresh, ignore_errors=True)
     path = f"{python.parent}:{os.environ['PATH']}"
-    options = ("--plat", "auto", "--only-plat", "-z", "9", "-w", fresh)
+    platform_ = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{kind.arch}"
+    options = ("--plat", platform_, "--only-plat", "-z", "9", "-w", fresh)
     run(python, "-m", "auditwheel", "repair", *options, wheel, log="auditwheel", PATH=path)
     (audited,) = fresh.iterdir()
-    named = re.search(rf"-manylinux_(\d+)_(\d+)_{arch}\.whl$", audited.name)
-    if not named or (int(named[1]), int(named[2])) > GLIBC:
-        sys.exit(f"wheels: {audited.name} needs more than glibc {GLIBC[0]}.{GLIBC[1]}")
     print(run(python, "-m", "auditwheel", "show", audited, PATH=path).strip())
-    return Path(shutil.copy(audited, DIST))
+    kind.dist.mkdir(exist_ok=True)
+    return Path(shutil.copy(audited, kind.dist))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
     parser.add_argument("--python", nargs="+", type=Path, help="default: 3.11 and one newer")
+    parser.add_argument("--no-cuda", action="store_true", help="no wheels with the CUDA engine")
     arguments = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # in a pipe, too
     WORK.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(DIST, ignore_errors=True)
     DIST.mkdir()
@@ -218,18 +291,24 @@ def main() -> None:
     archive, sources = make_sdist(environments[0])
     shutil.copy(archive, DIST)
     # A module of this machine and Python is imported to make the stub for the others.
-    architectures = sorted(arguments.arch, key=lambda arch: arch != platform.machine())
+    kinds = [Kind(arch) for arch in sorted(arguments.arch, key=lambda a: a != platform.machine())]
+    if not arguments.no_cuda and CUDA_ARCHITECTURE in arguments.arch:
+        if nvcc := find_nvcc():
+            kinds.append(Kind(CUDA_ARCHITECTURE, nvcc))
+        else:
+            print("wheels: no nvcc: no wheels with the CUDA engine")
     stub = None
-    for arch in architectures:
+    for kind in kinds:
+        of_kind = with_cuda_version(sources, kind.nvcc) if kind.nvcc else sources
         for python in environments:
             start = time.monotonic()
-            wheel = audit(python, build_wheel(python, arch, sources, libraries, stub), arch)
+            wheel = audit(python, build_wheel(python, kind, of_kind, libraries, stub), kind)
             size = wheel.stat().st_size
             print(f"wheels: {wheel.name}: {size / 1e6:.2f} MB, {time.monotonic() - start:.0f} s")
-            if size > MOST_BYTES:
+            if size > MOST_BYTES and not kind.nvcc:
                 sys.exit(f"wheels: {wheel.name} is over {MOST_BYTES} bytes")
             if stub is None:
-                stub = Path(shutil.copy(WORK / arch / "python/ferry/_ferry.pyi", WORK))
+                stub = Path(shutil.copy(WORK / kind.name / "python/ferry/_ferry.pyi", WORK))
 
 
 if __name__ == "__main__":
