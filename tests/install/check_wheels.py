@@ -252,7 +252,8 @@ def test_wheels_carry_no_libraries_and_need_no_newer_glibc() -> None:
     import zipfile
 
     for wheel in wheels:
-        assert re.search(r"-manylinux_2_28_(x86_64|aarch64)\.whl$", wheel.name), wheel
+        named = re.search(r"-manylinux_2_(\d+)_(x86_64|aarch64)\.whl$", wheel.name)
+        assert named and int(named[1]) <= 28, wheel
         with zipfile.ZipFile(wheel) as archive:
             modules = [name for name in archive.namelist() if ".so" in name]
             assert len(modules) == 1 and modules[0].startswith("ferry/_ferry."), modules

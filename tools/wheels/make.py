@@ -259,15 +259,16 @@ def build_wheel(
 
 
 def audit(python: Path, wheel: Path, kind: Kind) -> Path:
-    """Named after the glibc that it is compiled for; auditwheel refuses what needs a newer one, or
-    another library."""
+    """Named by auditwheel after the oldest glibc that has all it needs."""
     fresh = WORK / "audited"
     shutil.rmtree(fresh, ignore_errors=True)
     path = f"{python.parent}:{os.environ['PATH']}"
-    platform_ = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{kind.arch}"
-    options = ("--plat", platform_, "--only-plat", "-z", "9", "-w", fresh)
+    options = ("--plat", "auto", "--only-plat", "-z", "9", "-w", fresh)
     run(python, "-m", "auditwheel", "repair", *options, wheel, log="auditwheel", PATH=path)
     (audited,) = fresh.iterdir()
+    named = re.search(rf"-manylinux_(\d+)_(\d+)_{kind.arch}\.whl$", audited.name)
+    if not named or (int(named[1]), int(named[2])) > GLIBC:
+        sys.exit(f"wheels: {audited.name} needs more than glibc {GLIBC[0]}.{GLIBC[1]}")
     print(run(python, "-m", "auditwheel", "show", audited, PATH=path).strip())
     kind.dist.mkdir(exist_ok=True)
     return Path(shutil.copy(audited, kind.dist))
