@@ -51,7 +51,7 @@ def cuda_include(root: Path) -> Path | None:
 
 
 def included(root: Path, header: Path) -> tuple[set[Path], set[str]]:
-    """Headers of ours that the header reaches, itself or by another of ours, and names of others."""
+    """Our headers that the header reaches, itself or by another one, and names of others."""
     ours: set[Path] = set()
     others: set[str] = set()
     waiting = [header]
