@@ -15,7 +15,7 @@ namespace {
 
 using Said = Member::Said;
 
-constexpr int kRanks = 4;  // 0 1, 2 3
+constexpr int kSeats = 4;  // 0 1, 2 3
 constexpr std::uint64_t kTicket = 77;
 
 std::vector<std::byte> bytes_of(const std::string& text) {
@@ -28,7 +28,7 @@ class FakeNetwork final : public fabric::Fabric {
  public:
   std::string_view name() const override { return "fake"; }
   int rank() const override { return 0; }
-  int size() const override { return kRanks; }
+  int size() const override { return kSeats; }
   fabric::Segment register_memory(std::size_t bytes) override {
     auto memory = fabric::anonymous_memory(bytes, rank());
     return {0, memory->data(), bytes, {}, memory};
@@ -77,10 +77,10 @@ struct Rank {
   GroupConfig config;
   std::shared_ptr<Memory> memory = std::make_shared<Memory>(std::make_unique<FakeNetwork>());
   FakeNetwork& network = static_cast<FakeNetwork&>(*memory->fabric);
-  ControlLayout layout = make_control_layout(kRanks, 1024);
+  ControlLayout layout = make_control_layout(kSeats, 1024);
   fabric::Segment control = network.register_memory(layout.bytes);
   std::shared_ptr<Carrier> carrier =
-      Carrier::make(network, Domains::blocks(kRanks, 2), control.data, layout);
+      Carrier::make(network, Domains::blocks(kSeats, 2), control.data, layout);
   Channel channel{memory, config, control, layout};
 
   void comes(int peer, const Text& text, const std::string& card = {}) {
@@ -96,7 +96,7 @@ struct Rank {
   /// Whether anything of what came was taken.
   bool took_any() {
     std::uint64_t seen = 0;
-    for (int seat = 0; seat < kRanks; ++seat) {
+    for (int seat = 0; seat < kSeats; ++seat) {
       if (carrier->heard(seat, seen) || carrier->last(seat) || carrier->waiting(seat)) return true;
     }
     return evicted() != 0;
@@ -131,7 +131,7 @@ TEST(Carrier, TakesWhatAPeerMaySay) {
 TEST(Carrier, LeavesWhatCannotBe) {
   Rank rank;
   Said wide = said_of(3, 1);
-  wide.suspects.add(kRanks);
+  wide.suspects.add(kSeats);
   Said beyond = said_of(3, 1);
   beyond.view.live.add(SeatTraits::kSeats - 1);
   Said nobody = said_of(3, 1);
@@ -147,7 +147,7 @@ TEST(Carrier, LeavesWhatCannotBe) {
   for (const Case& bad :
        {Case{"of its own domain", 1, {kStatement, 1, 0, said_of(3, 1)}},
         Case{"for another", 2, {kStatement, 3, 0, said_of(3, 1)}},
-        Case{"a seat beyond", 2, {kLast, kRanks, 0, said_of(3, 1)}},
+        Case{"a seat beyond", 2, {kLast, kSeats, 0, said_of(3, 1)}},
         Case{"a wide seat", 2, {kLast, ~std::uint64_t{0}, 0, said_of(3, 1)}},
         Case{"a death in another domain", 2, {kLast, 1, 0, said_of(3, 1)}},
         Case{"a joiner's statement", 2, {kStatement, 2, 0, said_of(0, 1)}},
@@ -198,7 +198,7 @@ Member::View view_of(std::uint64_t epoch, int joins, std::uint64_t ticket) {
   Member::View view;
   view.epoch = epoch;
   view.step = 10;
-  view.live = Member::Seats::first(kRanks);
+  view.live = Member::Seats::first(kSeats);
   if (ticket != 0) view.joins[0] = {static_cast<std::uint64_t>(joins), ticket};
   return view;
 }
@@ -209,7 +209,7 @@ struct Links {
 
   Rank rank;
   Linking linking;
-  Member::Seats live = Member::Seats::first(kRanks);
+  Member::Seats live = Member::Seats::first(kSeats);
   Member::Seats failed{};
 
   std::vector<int> advance() { return linking.advance(live, failed); }
