@@ -122,6 +122,7 @@ TEST(Domains, BytesThatCrossEqualTheFormula) {
 TEST(Domains, LatencyModeCrossesInOneWriteForEachTokenAndRank) {
   constexpr std::int64_t kTokens = 5, kHidden = 264;  // e4m3: 3 scales, no multiple of 16 bytes
   constexpr int kTopk = 3, kSize = 2;
+  constexpr std::uint64_t kHeader = 32;  // of a source
   const auto up = [](std::uint64_t bytes) { return (bytes + 15) / 16 * 16; };
   for (const FabricKind network : {FabricKind::sim, FabricKind::automatic}) {
     run_on({5, {FabricKind::local, kSize, network, Crossing::automatic}}, [&](Rank& rank) {
@@ -140,13 +141,13 @@ TEST(Domains, LatencyModeCrossesInOneWriteForEachTokenAndRank) {
       for (const WireFormat format : {WireFormat::as_is, WireFormat::e4m3}) {
         const bool codes = format == WireFormat::e4m3;
         const std::uint64_t record =
-            up(24 + 4 * (1 + 2 * kTopk)) + (codes ? up(kHidden) + up(3 * 4) : up(kHidden * 2));
+            up(kHeader + 4 * (1 + 2 * kTopk)) + (codes ? up(kHidden) + up(3 * 4) : up(kHidden * 2));
         NetworkStats expected{};
         for (int peer = 0; peer < 5; ++peer) {
           if (peer / kSize == rank.rank() / kSize) continue;
           const std::uint64_t n = tokens[static_cast<std::size_t>(peer)];
           expected.puts += std::max<std::uint64_t>(n, 1);
-          expected.put_bytes += n > 0 ? n * record : 24;
+          expected.put_bytes += n > 0 ? n * record : kHeader;
           expected.signals += 1;
         }
         LatencyDispatchOptions options{.format = format};
