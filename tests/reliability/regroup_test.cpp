@@ -37,7 +37,7 @@ TEST(Regroup, SeveralAreKilledAtOnce) {
 
 TEST(Regroup, AStoppedRankIsEvictedAndComesBackLate) {
   for (const Stage stage : {Stage::anywhere, Stage::dispatch, Stage::combine, Stage::after}) {
-    ElasticJob job(5, 700ms);
+    ElasticJob job(5, 1500ms);
     job.lose({1, 4}, stage, SIGSTOP);
     ASSERT_EQ(job.wrong(), "") << name_of(stage);
     job.resume({1, 4});
