@@ -53,4 +53,10 @@ bool draw_plot(std::string_view /*program*/, const std::string& json_file,
   return false;
 }
 
+bool draw_text(std::string_view /*program*/, const std::string& /*json*/,
+               const std::string& /*image*/) {
+  fmt::print(stderr, "ferry: no plots on Windows; --json has what would be drawn\n");
+  return false;
+}
+
 }  // namespace ferry::cli
