@@ -1,88 +1,27 @@
 #include "run/ports.hpp"
 
-#include <arpa/inet.h>
 #include <fmt/format.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <sys/random.h>
-#include <sys/socket.h>
-#include <sys/un.h>
 
-#include <cerrno>
-#include <cstddef>
-#include <cstring>
-#include <fstream>
 #include <stdexcept>
-#include <system_error>
 #include <utility>
 
-#include "run/unique_fd.hpp"
+#include "run/port_system.hpp"
 
 namespace ferry::cli {
 namespace {
 
-void fill_random(void* data, std::size_t bytes) {
-  auto* at = static_cast<unsigned char*>(data);
-  while (bytes > 0) {
-    const ssize_t got = getrandom(at, bytes, 0);
-    if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) throw std::system_error(errno, std::generic_category(), "getrandom");
-    at += got;
-    bytes -= static_cast<std::size_t>(got);
-  }
-}
-
-bool can_bind(std::uint16_t port, std::uint32_t address) {
-  const UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (!fd) throw std::system_error(errno, std::generic_category(), "socket");
-  const int on = 1;  // as servers do: connections of the past that linger do not count
-  setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  sockaddr_in where{};
-  where.sin_family = AF_INET;
-  where.sin_port = htons(port);
-  where.sin_addr.s_addr = htonl(address);
-  return bind(fd.get(), reinterpret_cast<const sockaddr*>(&where), sizeof where) == 0 &&
-         listen(fd.get(), 1) == 0;
-}
-
-// Programs may listen on the loopback interface or on all.
-bool is_free(std::uint16_t port) {
-  return can_bind(port, INADDR_LOOPBACK) && can_bind(port, INADDR_ANY);
-}
-
-// Two jobs that start together must not choose the same port before either listens: a socket of
-// the abstract namespace, which lives as long as its owner, is the claim.
-std::shared_ptr<void> claim(std::uint16_t port) {
-  UniqueFd fd(socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-  if (!fd) throw std::system_error(errno, std::generic_category(), "socket");
-  sockaddr_un name{};
-  name.sun_family = AF_UNIX;
-  const std::string text = fmt::format("ferry-port-{}", port);
-  std::memcpy(name.sun_path + 1, text.data(), text.size());
-  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + text.size());
-  if (bind(fd.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0) return nullptr;
-  return std::make_shared<UniqueFd>(std::move(fd));
-}
-
-std::uint16_t first_ephemeral_port() {
-  std::ifstream file("/proc/sys/net/ipv4/ip_local_port_range");
-  int first = 0;
-  return file >> first && first > 12000 && first < 65536 ? static_cast<std::uint16_t>(first)
-                                                         : 32768;
-}
-
-constexpr std::uint16_t kFirstPort = 10000;
 constexpr int kAttempts = 200;
 
 }  // namespace
 
 ReservedPort::ReservedPort() {
-  const std::uint32_t span = static_cast<std::uint32_t>(first_ephemeral_port()) - kFirstPort;
+  const PortRange ports = usable_ports();
+  const auto span = static_cast<std::uint32_t>(ports.end - ports.first);
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     std::uint32_t random = 0;
     fill_random(&random, sizeof random);
-    const auto port = static_cast<std::uint16_t>(kFirstPort + random % span);
-    std::shared_ptr<void> held = claim(port);
+    const auto port = static_cast<std::uint16_t>(ports.first + random % span);
+    std::shared_ptr<void> held = claim_port(port);
     if (!held || !is_free(port)) continue;
     port_ = port;
     claim_ = std::move(held);
@@ -91,41 +30,16 @@ ReservedPort::ReservedPort() {
   throw std::runtime_error(fmt::format(
       "found no free TCP port in {} attempts between {} and {}; close some servers, or name one "
       "with --port",
-      kAttempts, kFirstPort, kFirstPort + span - 1));
+      kAttempts, ports.first, ports.end - 1));
 }
 
-ReservedPort::ReservedPort(std::uint16_t port) : port_(port), claim_(claim(port)) {
+ReservedPort::ReservedPort(std::uint16_t port) : port_(port), claim_(claim_port(port)) {
   if (!claim_ || !is_free(port)) {
     throw std::runtime_error(fmt::format(
         "port {} is in use on this machine; choose another with --port, or leave --port out and "
         "a free one is found",
         port));
   }
-}
-
-int own_place(const std::vector<std::string>& addresses) {
-  std::vector<int> own;
-  for (std::size_t i = 0; i < addresses.size(); ++i) {
-    addrinfo hints{};
-    hints.ai_socktype = SOCK_STREAM;
-    addrinfo* list = nullptr;
-    if (const int code = getaddrinfo(addresses[i].c_str(), nullptr, &hints, &list); code != 0) {
-      throw std::runtime_error(
-          fmt::format("--hosts: \"{}\" does not resolve: {}", addresses[i], gai_strerror(code)));
-    }
-    // An address is this machine's when a socket can be bound to it.
-    const UniqueFd fd(socket(list->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (fd && bind(fd.get(), list->ai_addr, list->ai_addrlen) == 0) {
-      own.push_back(static_cast<int>(i));
-    }
-    freeaddrinfo(list);
-  }
-  if (own.size() == 1) return own.front();
-  throw std::runtime_error(
-      own.empty() ? "--hosts: none of them is this machine"
-                  : fmt::format("--hosts: {} and {} are both this machine; expected each once",
-                                addresses[static_cast<std::size_t>(own[0])],
-                                addresses[static_cast<std::size_t>(own[1])]));
 }
 
 std::string random_secret() {
