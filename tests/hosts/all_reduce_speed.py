@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from hosts import Hosts
-from job import lines_of, until_end
+from job import lines_of, until_end, write_report
 
 import ferry
 
@@ -125,18 +123,7 @@ def main() -> None:
         measure(given)
         return
     runs = [run(given, slow) for slow in given.slow]
-    if given.json:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        result = {
-            "command": "python tests/hosts/all_reduce_speed.py " + " ".join(sys.argv[1:]),
-            "machine": f"{os.uname().machine}, {os.cpu_count()} cores",
-            "ferry": ferry.__version__,
-            "commit": commit,
-            "runs": runs,
-        }
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_report(given.json, runs)
 
 
 if __name__ == "__main__":

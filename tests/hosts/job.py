@@ -1,4 +1,4 @@
-"""Ranks on hosts: what they said, and whether they ended well."""
+"""Ranks on hosts: what they said, whether they ended well, and what was measured with them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hosts import problem
+
+import ferry
 
 LIMIT_S = 240.0 if os.environ.get("CI") == "true" else 1200.0
 
@@ -67,3 +69,21 @@ def wait_for(logs: Path, rank: int, word: str, seconds: float = 60.0) -> dict[st
         time.sleep(0.02)
     text = (logs / f"rank-{rank}.txt").read_text()
     raise AssertionError(f"rank {rank} did not say {word!r}:\n{text}")
+
+
+def write_report(file: Path | None, runs: list[dict[str, Any]], **settings: object) -> None:
+    """What this program has measured, as JSON; None: nothing is written."""
+    if file is None:
+        return
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    report = {
+        "command": f"python tests/hosts/{Path(sys.argv[0]).name} " + " ".join(sys.argv[1:]),
+        "machine": f"{os.uname().machine}, {os.cpu_count()} cores",
+        "ferry": ferry.__version__,
+        "commit": commit,
+        **settings,
+        "runs": runs,
+    }
+    file.write_text(json.dumps(report, indent=1) + "\n")

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from hosts import Hosts
-from job import lines_of, until_end
+from job import lines_of, until_end, write_report
 from speed import EACH, routes_of
 
 import ferry
@@ -175,17 +175,8 @@ def main() -> None:
         measure(given)
         return
     runs = [run(given, shape, slow) for shape in given.shapes for slow in given.slow]
-    if given.json:
-        result = {
-            "command": "python tests/hosts/prediction.py " + " ".join(sys.argv[1:]),
-            "machine": f"{os.uname().machine}, {os.cpu_count()} cores",
-            "ferry": ferry.__version__,
-            "tokens": given.tokens,
-            "hidden": given.hidden,
-            "rounds": given.rounds,
-            "runs": runs,
-        }
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    settings = {name: getattr(given, name) for name in ("tokens", "hidden", "rounds")}
+    write_report(given.json, runs, **settings)
 
 
 if __name__ == "__main__":

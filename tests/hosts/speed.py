@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from hosts import Hosts
-from job import lines_of, until_end
+from job import lines_of, until_end, write_report
 
 import ferry
 
@@ -304,14 +304,7 @@ def main() -> None:
         return
     measured = {"crossings": crossings, "nics": nics, "raw": raw, "reduce": reduce}[given.what]
     runs = [one for mbit in given.mbit for one in measured(given, mbit)]
-    if given.json:
-        result = {
-            "command": "python tests/hosts/speed.py " + " ".join(sys.argv[1:]),
-            "machine": f"{os.uname().machine}, {os.cpu_count()} cores",
-            "ferry": ferry.__version__,
-            "runs": runs,
-        }
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_report(given.json, runs)
 
 
 if __name__ == "__main__":
