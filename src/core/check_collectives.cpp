@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include "base/hash.hpp"
 #include "core/check.hpp"
-#include "core/collective_shares.hpp"
 
 namespace ferry {
 namespace {

@@ -86,12 +86,6 @@ std::int64_t ShareCutter::longest_round(std::int64_t window, std::int64_t inbox)
   return round;
 }
 
-std::uint64_t hash_of(std::span<const int> weights) {
-  std::uint64_t hash = 0;
-  for (const int weight : weights) hash = hash * 0x100000001b3 + static_cast<unsigned>(weight) + 1;
-  return hash;
-}
-
 std::int64_t smallest_inbox(const Domains& domains) {
   return domains.count() * largest_domain(domains) * 2 * kShareUnit;
 }

@@ -60,9 +60,6 @@ class ShareCutter {
   std::vector<std::int64_t> before_{0};  // [domains + 1]: the sum of the weights before
 };
 
-/// So that ranks can compare theirs; 0 of none.
-std::uint64_t hash_of(std::span<const int> weights);
-
 /// Elements: an inbox that holds rounds of one unit whatever the weights are. An owner has at most
 /// all shares of its domain, and a unit of each from every other one, and one more.
 std::int64_t smallest_inbox(const Domains& domains);

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "base/hash.hpp"
 #include "core/check.hpp"
 #include "core/experts/balance.hpp"
 #include "core/experts/expert_table.hpp"
@@ -82,16 +83,11 @@ void ExpertPlacement::balance(std::span<const int> ranks, std::span<const double
 }
 
 std::uint64_t ExpertPlacement::digest() const {
-  // FNV-1a, 64 bits, of numbers instead of bytes (http://www.isthe.com/chongo/tech/comp/fnv/).
-  std::uint64_t hash = 0xcbf29ce484222325;
-  const auto add = [&](std::int64_t number) {
-    hash = (hash ^ static_cast<std::uint64_t>(number)) * 0x100000001b3;
-  };
-  add(experts());
-  add(table_->slots());
+  std::vector<int> numbers{table_->experts(), table_->slots()};
   for (int place = 0; place < table_->seats() * table_->slots(); ++place) {
-    add(table_->expert_at(place));
+    numbers.push_back(table_->expert_at(place));
   }
+  const std::uint64_t hash = hash_of(numbers);
   return hash == 0 ? 1 : hash;
 }
 std::vector<std::int32_t> ExpertPlacement::held_by(int rank) const {

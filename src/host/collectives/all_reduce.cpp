@@ -5,6 +5,7 @@
 #include <array>
 #include <utility>
 
+#include "base/hash.hpp"
 #include "host/collectives/algorithms.hpp"
 #include "host/collectives/lent.hpp"
 
