@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from ferry._ferry import Plan
 from ferry.arguments import refuse
+from ferry.experts import ExpertPlacement
 from ferry.group import Group
 from ferry.handles import find, register
 from ferry.torch_wrapped_experts import ready
@@ -65,19 +66,21 @@ def plan_of(name: str, tensor: Tensor) -> Plan:
 
 def group_of(name: str, handle: int) -> Group:
     """The group with that handle, or of the ExpertParallel with it, which begins to run."""
+    return _group_and_placement(name, handle)[0]
+
+
+def _group_and_placement(name: str, handle: int) -> tuple[Group, ExpertPlacement | None]:
     found: Any = find(name, handle, "group", "Group.handle of a group that is kept elsewhere")
+    placement = None
     if isinstance(found, nn.Module):
-        found = ready(found)  # type: ignore[arg-type]
+        found, placement = ready(found), found.placement  # type: ignore[arg-type]
     if not isinstance(found, Group):
         refuse(name, "the handle of a plan", "Group.handle")
-    return found
+    return found, placement
 
 
 def _plan(topk_idx: Tensor, group: int) -> Tensor:
-    call = "ferry::plan: group"
-    # First: whether an ExpertParallel may run.
-    found, owner = group_of(call, group), find(call, group, "group", "")
-    placement = getattr(owner, "placement", None)
+    found, placement = _group_and_placement("ferry::plan: group", group)
     digest = 0 if placement is None else placement.digest
     return plan_tensor(found.plan(topk_idx, placement_digest=digest))
 
