@@ -267,9 +267,9 @@ def _plain_torch(
 
 
 def storage_of(name: str, tensor: Any) -> Any:
-    """The storage of a strided torch tensor, which holds all of its elements: programs free tensors
-    by `untyped_storage().resize_(0)`. Who holds it holds the memory, whatever `set_`, `.data =` or
-    `swap_tensors` do to the tensor."""
+    """The storage of a strided torch tensor. Refuses one that is too small for the elements, as
+    after `untyped_storage().resize_(0)`, by which programs free tensors. A reference to the storage
+    keeps the memory, whatever `set_`, `.data =` or `swap_tensors` do to the tensor."""
     storage, reach = tensor.untyped_storage(), tensor.numel()
     if reach > 0 and not tensor.is_contiguous():
         reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))

@@ -157,8 +157,8 @@ int Channel::blame(const Awaited& awaited, int fallback) const {
   return quiet >= 0 ? quiet : blame_by_chain(awaited, fallback);
 }
 
-/// Those that are missing wait, or cannot be seen: who does not say that it waits for another one,
-/// or holds up one that does.
+/// Of ranks that are all missing and may all wait: one that has not said for whom it waits, else
+/// the one at the end of the chain.
 int Channel::blame_by_chain(const Awaited& awaited, int fallback) const {
   if (!has_far_) return fallback;
   int held = -1;

@@ -27,8 +27,8 @@ class WaitChain {
   /// For whom the rank has said that it waits; -1: it has not. What it said before the generation
   /// `since`, in an earlier epoch, is over.
   int awaited_by(int rank, protocol::Generation since) const;
-  /// Who holds up the rank in the end: one that says of nobody that it waits for him. The rank
-  /// itself where that is this rank, or nobody.
+  /// The end of the chain from the rank: the first that has not said for whom it waits. Where the
+  /// chain comes to this rank, or goes in a circle: the rank itself.
   int last_after(int rank, protocol::Generation since) const;
 
  private:
