@@ -74,6 +74,7 @@ SAMPLE = """
 from typing import assert_type
 import numpy as np
 import torch
+from numpy.typing import NDArray
 import ferry
 import ferry.torch as ft
 
@@ -89,8 +90,8 @@ with ferry.Group(boot, experts=4, deadline=1.0) as group:
     assert_type(received.topk_weights, torch.Tensor | None)
     assert_type(group.combine(received.x, plan).x, torch.Tensor)
     assert_type(plan.recv_rows_per_rank(), list[int])
-    rows: np.ndarray = np.ones((2, 16), np.float32)
-    assert_type(group.dispatch(rows, plan).x, np.ndarray)
+    rows: NDArray[np.float32] = np.ones((2, 16), np.float32)
+    assert_type(group.dispatch(rows, plan).x, NDArray[np.float32])
     latency = ferry.LatencyExchange(group, capacity=2, hidden=16, topk=1, dtype="f32")
     low = latency.dispatch(x, torch.zeros(2, 1), hook=True)
     low.receive()
@@ -136,7 +137,7 @@ def test_types(tmp_path: Path) -> None:
     bad = [f"{line}  # wrong" for line in WRONG]
     sample.write_text(SAMPLE + "\n".join(bad) + "\n")
     settings = tmp_path / "mypy.ini"
-    settings.write_text(f"[mypy]{TYPES_OF_TORCH}")
+    settings.write_text(f"[mypy]\nstrict = True{TYPES_OF_TORCH}")
     where = Path(ferry.__file__).parents[1]
     installed = where.name in ("site-packages", "dist-packages")  # mypy looks there by itself
     done = subprocess.run(
