@@ -10,6 +10,7 @@ mirror. Roots are kept in build/roots.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -18,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,11 @@ MACHINE = platform.machine()
 DEBIAN = {"x86_64": "amd64", "aarch64": "arm64"}
 #: Of a distribution: its Python.
 PYTHON = {"bookworm": "3.11", "trixie": "3.13"}
+#: An older distribution than Debian's archive has, and what its packages are signed with.
+UBUNTU = ("bionic",)
+UBUNTU_SITE = "http://archive.ubuntu.com/ubuntu"
+UBUNTU_KEYS = f"{UBUNTU_SITE}/pool/main/u/ubuntu-keyring/ubuntu-keyring_2023.11.28.1_all.deb"
+UBUNTU_KEYS_SHA256 = "36de43b15853ccae0028e9a767613770c704833f82586f28eb262f0311adb8a8"
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -76,12 +83,27 @@ def make_root(suite: str, machine: str, variant: str, packages: str, more: str =
     shutil.rmtree(root, ignore_errors=True)
     root.parent.mkdir(parents=True, exist_ok=True)
     command = ["mmdebstrap", f"--variant={variant}", f"--include={packages}"]
-    command += [f"--architectures={DEBIAN[machine]}", suite, str(root)]
+    command += [f"--architectures={DEBIAN[machine]}"]
+    command += from_ubuntu(suite, root) if suite in UBUNTU else [suite, str(root)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         pytest.skip(f"mmdebstrap {suite}: {done.stderr[-500:]}")
     stamp.write_text(suite)
     return root
+
+
+def from_ubuntu(suite: str, root: Path) -> list[str]:
+    """What mmdebstrap needs to be told of an archive that Debian does not know, and of its keys."""
+    keyring = ROOTS / "ubuntu-keyring.deb"
+    try:
+        with urllib.request.urlopen(UBUNTU_KEYS, timeout=60) as answer:
+            keyring.write_bytes(answer.read(1 << 20))
+    except OSError as error:
+        pytest.skip(f"{UBUNTU_KEYS}: {error}")
+    assert hashlib.sha256(keyring.read_bytes()).hexdigest() == UBUNTU_KEYS_SHA256
+    run("dpkg-deb", "-x", keyring, ROOTS / "ubuntu-keyring")
+    keys = ROOTS / "ubuntu-keyring/usr/share/keyrings/ubuntu-archive-keyring.gpg"
+    return [f"--keyring={keys}", suite, str(root), f"deb {UBUNTU_SITE} {suite} main universe"]
 
 
 def numpy_for(python: str, machine: str, folder: Path) -> None:
@@ -164,14 +186,14 @@ except ferry.Error as error:
     assert re.search(r"refused: .*(GPU|driver)", said), said
 
 
-def test_the_oldest_distribution_with_a_python_of_its_own() -> None:
-    """Debian 11 has glibc 2.31, of Debian's archive here the oldest, and no Python that is new
-    enough: one is compiled there from the sources that this machine's distribution has."""
+def test_the_oldest_glibc_that_the_wheel_names() -> None:
+    """Ubuntu 18.04 has glibc 2.27 and no Python that is new enough: one is compiled there from the
+    sources that this machine's distribution has."""
     wheel = wheel_for("3.11", MACHINE)
-    root = make_root("bullseye", MACHINE, "minbase", "libexpat1,libffi7,libssl1.1,zlib1g")
+    root = make_root("bionic", MACHINE, "minbase", "libexpat1,libffi6,libstdc++6,zlib1g")
     if not (root / "opt/python/bin/python3.11").exists():
-        packages = "gcc,make,libc6-dev,libffi-dev,libssl-dev,zlib1g-dev,ca-certificates"
-        build = make_root("bullseye", MACHINE, "minbase", packages, "-build")
+        packages = "gcc,make,libc6-dev,libffi-dev,zlib1g-dev"
+        build = make_root("bionic", MACHINE, "minbase", packages, "-build")
         make.WORK.mkdir(parents=True, exist_ok=True)
         make.fetch_source("python3.11", build / "source")
         said = run_inside(build, COMPILE_PYTHON, {"JOBS": os.environ.get("JOBS", "2")})
@@ -179,15 +201,19 @@ def test_the_oldest_distribution_with_a_python_of_its_own() -> None:
         shutil.copytree(build / "opt/python", root / "opt/python", symlinks=True)
     script = INSIDE.replace("python3 -m venv", "/opt/python/bin/python3.11 -m venv")
     assert script != INSIDE
-    installed_and_run(root, wheel, "3.11", script)
+    script = "ldd --version | head -1\n" + script
+    said = installed_and_run(root, wheel, "3.11", script)
+    glibc = re.search(r"GLIBC[^\n]* (\d+)\.(\d+)\n", said)
+    assert glibc, said[:200]
+    assert f"manylinux_{glibc[1]}_{glibc[2]}_" in wheel.name
 
 
 COMPILE_PYTHON = """
-cd /source && tar -xf *.orig.tar.xz && cd */
+cd /source && tar -xf *.orig.tar.* && cd */
 ./configure --prefix=/opt/python --with-ensurepip=no >/dev/null
 make -j$JOBS >/dev/null 2>&1
 make install >/dev/null 2>&1
-/opt/python/bin/python3.11 -c 'import ssl, zlib, ctypes, ensurepip'
+/opt/python/bin/python3.11 -c 'import zlib, ctypes, ensurepip'
 """
 
 

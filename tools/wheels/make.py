@@ -104,7 +104,7 @@ def fetch_source(package: str, folder: Path) -> Path:
     run(*apt, "update")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    run(*apt, "source", "--download-only", package, cwd=folder)
+    run(*apt, "source", "--download-only", "--tar-only", package, cwd=folder)
     (archive,) = (path for path in folder.glob("*.orig.tar.*") if path.suffix != ".asc")
     print(f"wheels: {package} from {archive.name}")
     return archive
