@@ -40,6 +40,7 @@ std::vector<Field> fields_of(const GroupConfig& config, int ranks) {
           {"ofi.endpoints", number(config.ofi.endpoints)},
           {"crossing", std::string(name_of(config.crossing))},
           {"elastic", printable(config.elastic, kMostValue)},
+          {"arbiter", config.arbiter.empty() ? "none" : "a directory"},  // hosts mount it anywhere
           {"tuning", tuning_text(config)}};
 }
 

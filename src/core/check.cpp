@@ -132,6 +132,14 @@ void check_elastic(const GroupConfig& config) {
   if (!config.elastic.empty() && config.backend == Backend::cuda) {
     refuse("Group", "elastic", "a name with backend cuda", "backend host, or no name");
   }
+  constexpr std::size_t kMostPath = 1000;
+  if (config.arbiter.size() > kMostPath) {
+    refuse("Group", "arbiter", to_string(config.arbiter.size()) + " bytes",
+           "a directory of at most " + to_string(kMostPath) + " bytes");
+  }
+  if (!config.arbiter.empty() && config.backend == Backend::cuda) {
+    refuse("Group", "arbiter", "a directory with backend cuda", "backend host, or no directory");
+  }
 }
 
 }  // namespace

@@ -8,20 +8,6 @@
 #include "platform/death_watch.hpp"
 
 namespace ferry::engine {
-namespace {
-
-/// Whether a view is of the group's ranks, and each joiner that it names has a seat in it.
-bool of_ranks(const Member::View& view, const Member::Seats& all) {
-  for (const protocol::Join& join : view.joins) {
-    const bool named = join.seat < static_cast<std::uint64_t>(SeatTraits::kSeats) &&
-                       view.live.has(static_cast<int>(join.seat));
-    if (join != protocol::Join{} && !named) return false;
-  }
-  return all.contains(view.live);
-}
-
-}  // namespace
-
 std::shared_ptr<Carrier> Carrier::make(fabric::Fabric& fabric, const Domains& domains,
                                        std::byte* control, const ControlLayout& layout) {
   if (domains.count() == 1 || !fabric.carries_texts() || fabric.size() > SeatTraits::kSeats) {

@@ -48,14 +48,17 @@ bool Regroup::possible(const Memory& memory, bool carrier) {
 }
 
 Regroup::Regroup(std::shared_ptr<Memory> memory, std::shared_ptr<Carrier> carrier, Channel& channel,
-                 const GroupConfig& config, const ControlLayout& layout, std::uint64_t ticket)
+                 const GroupConfig& config, const ControlLayout& layout,
+                 std::shared_ptr<const Arbiter> arbiter, std::uint64_t ticket)
     : memory_(std::move(memory)),
       carrier_(std::move(carrier)),
       channel_(channel),
       config_(config),
       layout_(layout),
-      member_(std::make_unique<Member>(ticket == 0 ? Member::founder(channel.rank(), channel.size())
-                                                   : Member::joiner(channel.rank(), ticket))),
+      arbiter_(std::move(arbiter)),
+      member_(std::make_unique<Member>(
+          ticket == 0 ? Member::founder(channel.rank(), channel.size(), arbiter_ != nullptr)
+                      : Member::joiner(channel.rank(), ticket, arbiter_ != nullptr))),
       seating_(*memory_->fabric, layout),
       linking_(*memory_->fabric, carrier_, channel, ticket),
       seated_(ticket == 0 ? 1 : 0),
@@ -74,6 +77,7 @@ Epoch Regroup::agree(protocol::Epoch since) {
     const std::uint64_t rung = bell().load(protocol::order::acquire);
     poll();
     publish();  // before what follows from it
+    ask_arbiter();
     while (member_->settle()) {
       seat_joiners();
       publish();
@@ -374,6 +378,20 @@ void Regroup::throw_destroyed() const {
               {channel_.rank(), -1, kRegroup, channel_.generation(), 0, 0});
 }
 
+/// Of the leader: first for its promise, then for its vote.
+void Regroup::ask_arbiter() {
+  while (arbiter_ && member_->needs_arbiter() && Clock::now() >= ask_at_) {
+    try {
+      member_->hear_arbiter(arbiter_->ask(member_->statement()));
+      arbiter_problem_.clear();
+    } catch (const Error& error) {  // of another rank that asks now, most often
+      arbiter_problem_ = error.what();
+      ask_at_ = Clock::now() + kPollPeriod;
+    }
+    publish();
+  }
+}
+
 void Regroup::check_standing() {
   if (member_->standing() == Standing::kEvicted) channel_.throw_evicted(kRegroup);
 }
@@ -403,14 +421,13 @@ void Regroup::check_progress() {
   if (now >= timeout_ && !member_->running()) {
     timeout_ = now + config_.deadline;
     suspect_silent();
-    if (member_->minority()) {
+    const bool refused = member_->needs_arbiter() && !arbiter_problem_.empty();
+    if (member_->minority() || refused) {
       const Member::Seats gone = may_run();
-      const std::string text =
-          "rank " + std::to_string(channel_.rank()) + ": regroup: " + names(gone) +
-          " cannot be reached but may still run, and the ranks that are left are no majority of "
-          "epoch " +
-          std::to_string(member_->view().epoch) + " (" + names(member_->view().live) +
-          "); end here, or make a new group once those are known to be dead";
+      const std::string text = "rank " + std::to_string(channel_.rank()) + ": regroup: " +
+                               names(gone) + " cannot be reached but may still run, and " +
+                               why_no_quorum() +
+                               "; end here, or make a new group once those are known to be dead";
       give_up(Error(ErrorKind::deadline, text,
                     {channel_.rank(), gone.next(), kRegroup, channel_.generation(), 0, 0}));
     }
@@ -420,6 +437,17 @@ void Regroup::check_progress() {
     send_again();
     member_->retry();
   }
+}
+
+std::string Regroup::why_no_quorum() const {
+  const Member::Seats& live = member_->view().live;
+  const Member::Seats left = live - member_->statement().suspects;
+  std::string text = "the ranks that are left are no majority of epoch " +
+                     std::to_string(member_->view().epoch) + " (" + names(live) + ")";
+  if (2 * left.count() != live.count()) return text;
+  if (!arbiter_) return text + ", but half of it, and the group has no arbiter";
+  return text + ", but half of it, and the arbiter did not answer" +
+         (arbiter_problem_.empty() ? std::string() : " (" + arbiter_problem_ + ")");
 }
 
 void Regroup::give_up(const Error& error) {

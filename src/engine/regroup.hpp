@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "engine/arbiter.hpp"
 #include "engine/carrier.hpp"
 #include "engine/channel.hpp"
 #include "engine/linking.hpp"
@@ -25,9 +26,10 @@ class Regroup {
   static bool possible(const Memory& memory, bool carrier);
 
   /// `ticket`: of a process that joins; 0: the group was made with it.
-  /// `carrier`: of a group of several domains, otherwise null.
+  /// `carrier`: of a group of several domains, otherwise null. `arbiter`: null: there is none.
   Regroup(std::shared_ptr<Memory> memory, std::shared_ptr<Carrier> carrier, Channel& channel,
-          const GroupConfig& config, const ControlLayout& layout, std::uint64_t ticket = 0);
+          const GroupConfig& config, const ControlLayout& layout,
+          std::shared_ptr<const Arbiter> arbiter = nullptr, std::uint64_t ticket = 0);
 
   /// Stops, agrees with the ranks that are left, and has the channel go on with them: their epoch.
   /// Throws Error(evicted) when they went on without this one, and Error(deadline) when those in
@@ -71,6 +73,7 @@ class Regroup {
   void for_far(const Each& each) const;
   void leave_epoch(protocol::Epoch epoch);
   bool ready_to_go_on();
+  void ask_arbiter();
   void check_standing();
   void check_progress();
   void suspect_silent();
@@ -80,6 +83,7 @@ class Regroup {
   Member::Seats may_run() const;  ///< of the suspects
   void wait(std::uint64_t rung);
   Epoch go_on();
+  std::string why_no_quorum() const;
   [[noreturn]] void give_up(const Error& error);
   [[noreturn]] void throw_destroyed() const;
   std::string names(const Member::Seats& seats) const;
@@ -89,6 +93,9 @@ class Regroup {
   Channel& channel_;
   const GroupConfig& config_;
   ControlLayout layout_;
+  std::shared_ptr<const Arbiter> arbiter_;
+  std::string arbiter_problem_{};  // why it did not answer when it was asked last
+  Clock::time_point ask_at_{};     // not before
   std::unique_ptr<Member> member_;
   Seating seating_;
   Linking linking_;

@@ -24,6 +24,15 @@ std::uint64_t read_statement(std::byte* control, const ControlLayout& layout, Me
   return number;
 }
 
+bool of_ranks(const Member::View& view, const Member::Seats& all) {
+  for (const protocol::Join& join : view.joins) {
+    const bool named = join.seat < static_cast<std::uint64_t>(SeatTraits::kSeats) &&
+                       view.live.has(static_cast<int>(join.seat));
+    if (join != protocol::Join{} && !named) return false;
+  }
+  return all.contains(view.live);
+}
+
 void Seating::update() {
   guests_.clear();
   for (fabric::Visitor& visitor : lobby_->visitors()) {

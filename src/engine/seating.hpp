@@ -34,6 +34,9 @@ void ring(std::byte* control, const ControlLayout& layout);
 /// The number of the statement that was read; 0: none yet.
 std::uint64_t read_statement(std::byte* control, const ControlLayout& layout, Member::Said& said);
 
+/// Whether a view is of the group's ranks, and each joiner that it names has a seat in it.
+bool of_ranks(const Member::View& view, const Member::Seats& all);
+
 class Seating {
  public:
   /// Another process, and what it says; epoch 0: it waits for a seat, or nothing was said yet.

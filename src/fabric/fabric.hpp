@@ -137,6 +137,9 @@ class Fabric {
   /// This rank goes on without the peer for good: nothing is sent there any more.
   virtual void exclude(int /*peer*/) noexcept {}
 
+  /// What tells this job's network from others', the same on all ranks; zeros: there is none.
+  virtual std::array<std::uint64_t, 2> job() const { return {}; }
+
   // Of a network: how a process that takes the place of a lost rank, and the ranks that share no
   // memory with it, come to reach each other.
 

@@ -167,6 +167,10 @@ class Membership {
                           (proposed ? arbiter_.accepted : arbiter_.round) >= statement().round;
     return !answered && statement().round != 0;
   }
+  /// The same, where those in reach are no majority by themselves.
+  constexpr bool needs_arbiter() const {
+    return wants_arbiter() && !quorum(live_here() | Seats::of(self_), statement().round, false);
+  }
   constexpr void hear_arbiter(const Said& state) {
     if (standing_ != Standing::kMember) return;
     follow(state);

@@ -104,6 +104,7 @@ class DomainFabric final : public Fabric, public Lobby {
   void fence(int peer, std::uint64_t epoch) override { way(peer).fence(peer, epoch); }
   bool fenced(int peer, std::uint64_t epoch) override { return way(peer).fenced(peer, epoch); }
   void exclude(int peer) noexcept override { way(peer).exclude(peer); }
+  JobKey job() const override { return network_ ? network_->job() : JobKey{}; }
   std::vector<std::byte> invitation() const override { return network_->invitation(); }
   std::vector<std::byte> card() const override { return network_->card(); }
   void link(int peer, std::span<const std::byte> card, std::uint64_t epoch,

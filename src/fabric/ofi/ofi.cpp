@@ -105,6 +105,7 @@ class OfiFabric final : public Fabric {
   void exclude(int peer) noexcept override {
     for (const auto& set : sets_) set->exclude(peer);
   }
+  JobKey job() const override { return job_; }
   std::vector<std::byte> invitation() const override {
     return to_bytes(ofi::Invitation{key_, own_handshake_.address, local_});
   }

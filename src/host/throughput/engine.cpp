@@ -56,6 +56,7 @@ HostEngine::HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config
       body_bytes_(body_bytes),
       carrier_(engine::Carrier::make(*memory_->fabric, domains, control.data, control_layout())) {
   view_.ranks = channel_.ranks();
+  arbiter_ = arbiter_of(config_, domains, *memory_->fabric);
 }
 
 HostEngine::~HostEngine() {
@@ -259,7 +260,7 @@ ControlLayout HostEngine::control_layout() const {
 engine::Regroup& HostEngine::membership(std::uint64_t ticket) {
   if (!regroup_) {
     regroup_ = std::make_unique<engine::Regroup>(memory_, carrier_, channel_, config_,
-                                                 control_layout(), ticket);
+                                                 control_layout(), arbiter_, ticket);
   }
   return *regroup_;
 }

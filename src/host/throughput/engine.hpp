@@ -203,6 +203,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   std::size_t control_bytes_;
   std::size_t body_bytes_;
   std::shared_ptr<engine::Carrier> carrier_;    // null: all ranks share memory, or cannot regroup
+  std::shared_ptr<const engine::Arbiter> arbiter_{};
   std::unique_ptr<engine::Regroup> regroup_{};  // of the thread whose turn it is
   mutable std::mutex view_mutex_;
   GroupView view_{};
@@ -232,6 +233,10 @@ Received plan_and_dispatch(HostEngine& engine, const ConstTensorView& x,
                            const ConstTensorView& topk_idx, const DispatchOptions& options);
 Combined combine(HostEngine& engine, const ConstTensorView& rows, const Plan& plan,
                  const CombineOptions& options);
+
+/// create.cpp. Null: the group has none. Throws Error(unsupported) where there can be none.
+std::shared_ptr<const engine::Arbiter> arbiter_of(const GroupConfig& config, const Domains& domains,
+                                                  const fabric::Fabric& fabric);
 
 /// vault.cpp. Makes `vault`, the engine's own, or takes up the one that is there. What it returns
 /// keeps the engine alive.

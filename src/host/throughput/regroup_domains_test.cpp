@@ -1,11 +1,13 @@
 // A group of several domains, joined by libfabric, goes on without ranks that left or are late.
 // Ranks are threads; deaths of processes are in tests/reliability.
 #include <algorithm>
+#include <filesystem>
 #include <latch>
 #include <string>
 
 #include "engine/test_groups.hpp"
 #include "engine/test_network.hpp"
+#include "platform/process.hpp"
 
 namespace ferry::host::test {
 
@@ -120,11 +122,61 @@ TEST(RegroupDomainsErrors, HalfOfTheRanksGiveUp) {
     group.barrier();
     if (group.rank() < 2) {
       EXPECT_GE(first_error(group).peer(), 2);
-      expect_error(ErrorKind::deadline, {"ranks 2 and 3", "no majority", "epoch 1"},
+      expect_error(ErrorKind::deadline,
+                   {"ranks 2 and 3", "no majority", "epoch 1", "half of it", "no arbiter"},
                    [&] { group.regroup(); });
     }
     given_up.arrive_and_wait();
   });
+}
+
+TEST(RegroupDomainsErrors, OneHalfGoesOnWithAnArbiter) {
+  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  const std::filesystem::path shared =
+      testing::TempDir() + "ferry_shared_" + std::to_string(process_id());
+  std::filesystem::create_directory(shared);
+  GroupConfig config = domains_of(2, 600ms);
+  config.arbiter = shared;
+  std::latch gone_on(2), done(4);
+  with_groups(4, config, [&](Group& group) {
+    group.barrier();
+    if (group.rank() < 2) {
+      EXPECT_GE(first_error(group).peer(), 2);
+      EXPECT_EQ(group.regroup(), (GroupView{2, {0, 1}, {2, 3}, 0}));
+      exchange_among(group, {0, 1});
+      gone_on.count_down();
+    } else {
+      gone_on.wait();
+      expect_error(ErrorKind::evicted, {"went on without"}, [&] {
+        for (;;) group.barrier();
+      });
+    }
+    done.arrive_and_wait();
+  });
+  std::filesystem::remove_all(shared);
+}
+
+/// It is of one host alone, or there are not several.
+TEST(RegroupDomainsErrors, AnArbiterThatCannotBeIsRefused) {
+  GroupConfig config = domains_of(1);
+  config.experts = 2;
+  config.arbiter = "/nonexistent/shared";
+  const auto refused = [&](ErrorKind kind, const char* what) {
+    const auto bootstraps = thread_bootstrap(2);
+    on_ranks(2, [&](int rank) {
+      try {
+        const Group group(bootstraps[index(rank)], config);
+        ADD_FAILURE() << "no error";
+      } catch (const Error& error) {
+        EXPECT_TRUE(error.kind() == kind || error.kind() == ErrorKind::peer_failed) << error.what();
+        EXPECT_NE(std::string(error.what()).find(what), std::string::npos) << error.what();
+      }
+    });
+  };
+  if (has_network()) refused(ErrorKind::system, "arbiter's file /nonexistent/shared/");
+  config.domain_size = 0;
+  config.network = FabricKind::automatic;
+  refused(ErrorKind::unsupported, "Group: arbiter: got 2 ranks in 1 domains");
 }
 
 TEST(RegroupDomainsErrors, LatencyExchangesBelongInAnotherGroup) {
