@@ -70,10 +70,10 @@ DEFAULT_MEMORY_BYTES = 64 << 20
 MOST_MEMORY_BYTES = 64 << 40
 
 
-def tuning_file(value: Any) -> str:
+def path(name: str, value: Any, expected: str) -> str:
     if not isinstance(value, (str, os.PathLike)):
-        refuse("Group: tuning", describe(value), "None, a bool or the name of a file")
-    return str(value)
+        refuse(name, describe(value), expected)
+    return os.fsdecode(value)
 
 
 def pair(value: Any) -> tuple[Any, Any]:
@@ -109,6 +109,9 @@ class Group:
         elastic: under this name a process that starts later finds the group and takes the place of
             a lost rank, with a bootstrap that `joins`; one name for each group of a job. "": nobody
             joins. Needs backend "host" and fabric "shm", and excludes latency exchanges.
+        arbiter: a directory that all hosts share (NFS 4): when the network is split and half of the
+            ranks are left on each side, a file there decides which half `regroup` lets go on. "":
+            both halves stop. Needs backend "host" and several domains that libfabric joins.
         tuning: True: try other settings while calls run, and keep what is faster (`tuning`); bits
             do not change. A file of `ferry plan --tuning` or `ferry bench --tune`: the same,
             beginning there. None: the environment variable FERRY_TUNING says ("on", "off" or a
@@ -148,6 +151,7 @@ class Group:
         network: str = "automatic",
         crossing: str = "automatic",
         elastic: str = "",
+        arbiter: str | Path = "",
         tuning: bool | str | Path | None = None,
         tuning_sms: tuple[int, int] = (1, 24),
     ) -> None:
@@ -157,6 +161,9 @@ class Group:
         gpu = None
         if chosen == _ferry.Backend.cuda:
             gpu = chosen_gpu(device) if _ferry.has_cuda else -1
+        file = None
+        if tuning is not None and not isinstance(tuning, bool):
+            file = path("Group: tuning", tuning, "None, a bool or the name of a file")
         serve_as_environment_says()
         self._raw = _ferry.Group(
             instance("Group: bootstrap", bootstrap, _ferry.Bootstrap, "a ferry.Bootstrap"),
@@ -171,8 +178,9 @@ class Group:
             choice("Group: network", network, NETWORKS),
             choice("Group: crossing", crossing, CROSSINGS),
             text("Group: elastic", elastic),
-            tuning if tuning is None or isinstance(tuning, bool) else True,
-            None if tuning is None or isinstance(tuning, bool) else tuning_file(tuning),
+            path("Group: arbiter", arbiter, "a directory"),
+            tuning if file is None else True,
+            file,
             *(integer("Group: tuning_sms", sms, 1, 1024) for sms in pair(tuning_sms)),
         )
         if gpu == -1:

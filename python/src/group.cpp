@@ -20,7 +20,7 @@ using HeldCombined = Held<Combined>;
 GroupConfig make_config(std::int64_t experts, double deadline, std::size_t memory_bytes,
                         FabricKind fabric, Backend backend, int device, std::uint64_t sim_seed,
                         int domain_size, FabricKind network, Crossing crossing,
-                        std::string elastic) {
+                        std::string elastic = {}, std::string arbiter = {}) {
   GroupConfig config;
   config.experts = experts;
   config.deadline = to_nanoseconds(deadline, "Group: deadline");
@@ -33,6 +33,7 @@ GroupConfig make_config(std::int64_t experts, double deadline, std::size_t memor
   config.network = network;
   config.crossing = crossing;
   config.elastic = std::move(elastic);
+  config.arbiter = std::move(arbiter);
   config.on_wait = python_on_wait();
   return config;
 }
@@ -40,10 +41,11 @@ GroupConfig make_config(std::int64_t experts, double deadline, std::size_t memor
 void make_group(HeldGroup* self, const HeldBootstrap& bootstrap, std::int64_t experts,
                 double deadline, std::size_t memory_bytes, FabricKind fabric, Backend backend,
                 int device, std::uint64_t sim_seed, int domain_size, FabricKind network,
-                Crossing crossing, const std::string& elastic, std::optional<bool> tune,
-                const std::optional<std::string>& tuning, int fewest_sms, int most_sms) {
+                Crossing crossing, const std::string& elastic, const std::string& arbiter,
+                std::optional<bool> tune, const std::optional<std::string>& tuning, int fewest_sms,
+                int most_sms) {
   GroupConfig config = make_config(experts, deadline, memory_bytes, fabric, backend, device,
-                                   sim_seed, domain_size, network, crossing, elastic);
+                                   sim_seed, domain_size, network, crossing, elastic, arbiter);
   config.tune = tune;
   if (tuning) config.tuning = load_tuning(*tuning);
   config.fewest_sms = fewest_sms;
@@ -274,7 +276,7 @@ void bind_group(nb::module_& m) {
       .def("__init__", &make_group, nb::arg("bootstrap"), nb::arg("experts"), nb::arg("deadline"),
            nb::arg("memory_bytes"), nb::arg("fabric"), nb::arg("backend"), nb::arg("device"),
            nb::arg("sim_seed"), nb::arg("domain_size"), nb::arg("network"), nb::arg("crossing"),
-           nb::arg("elastic"), nb::arg("tune").none(), nb::arg("tuning").none(),
+           nb::arg("elastic"), nb::arg("arbiter"), nb::arg("tune").none(), nb::arg("tuning").none(),
            nb::arg("fewest_sms"), nb::arg("most_sms"))
       .def_prop_ro("rank", [](const HeldGroup& g) { return g->rank(); })
       .def_prop_ro("size", [](const HeldGroup& g) { return g->size(); })

@@ -38,6 +38,8 @@ CALLS: list[BadCall] = [
     ("group: word of digits", make(fabric=10**5000), "fabric", "int", '"shm"'),
     ("group: fabric", make(fabric="nvlink"), "fabric", "nvlink", "shm"),
     ("group: backend", make(backend="gpu"), "backend", "gpu", "host"),
+    ("group: arbiter", make(arbiter=3), "arbiter", "3", "a directory"),
+    ("group: arbiter of zeros", make(arbiter="a\0b"), "arbiter", "3 bytes", "none of them zero"),
     ("threads: none", lambda e: ferry.threads(0), "ranks", "0", "1 to 4096"),
     ("tcp: rank", tcp(rank=2, size=2), "rank", "2", "0"),
     ("tcp: port", tcp(port=0), "port", "0", "1 to 65535"),

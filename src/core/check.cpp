@@ -133,9 +133,9 @@ void check_elastic(const GroupConfig& config) {
     refuse("Group", "elastic", "a name with backend cuda", "backend host, or no name");
   }
   constexpr std::size_t kMostPath = 1000;
-  if (config.arbiter.size() > kMostPath) {
+  if (config.arbiter.size() > kMostPath || config.arbiter.find('\0') != std::string::npos) {
     refuse("Group", "arbiter", to_string(config.arbiter.size()) + " bytes",
-           "a directory of at most " + to_string(kMostPath) + " bytes");
+           "a directory of at most " + to_string(kMostPath) + " bytes, none of them zero");
   }
   if (!config.arbiter.empty() && config.backend == Backend::cuda) {
     refuse("Group", "arbiter", "a directory with backend cuda", "backend host, or no directory");

@@ -4,38 +4,22 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
-#include <exception>
 #include <ferry/error.hpp>
+#include <filesystem>
 #include <system_error>
 #include <thread>
 #include <type_traits>
 
 #include "base/text.hpp"
+#include "engine/aside.hpp"
 #include "fabric/shm/names.hpp"
-#include "platform/locked_file.hpp"
 
 namespace ferry::engine {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x31424152'59525246;  // "FRRYRAB1"
+constexpr std::uint64_t kMagic = 0x32424152'59525246;  // "FRRYRAB2"
 constexpr std::size_t kMostShown = 200;
-
-/// What lies in the file.
-struct Written {
-  std::uint64_t magic = kMagic;
-  Member::Said said{};
-  std::uint64_t sum = 0;
-};
-static_assert(std::is_trivially_copyable_v<Written>);
-
-/// A host that fails may leave a part of what it wrote.
-std::uint64_t sum_of(const Written& record) {
-  std::array<std::uint64_t, kStatementWords> words{};
-  std::memcpy(words.data(), &record.said, sizeof record.said);
-  std::uint64_t sum = record.magic;
-  for (const std::uint64_t word : words) sum = fabric::siphash({kMagic, sizeof record}, word, sum);
-  return sum;
-}
+constexpr const char* kWhereShared = "; the directory must be one that all hosts share";
 
 std::string hex(std::uint64_t value) {
   std::array<char, 17> text{};
@@ -45,65 +29,123 @@ std::string hex(std::uint64_t value) {
 
 }  // namespace
 
-Arbiter::Arbiter(const std::string& directory, const fabric::JobKey& job, int rank, int ranks)
-    : path_(directory + "/ferry-arbiter-" + hex(job[0]) + hex(job[1])), rank_(rank), ranks_(ranks) {}
+/// What lies in the file.
+struct ArbiterFile::Record {
+  std::uint64_t magic = kMagic;
+  Said said{};
+  Member::Seats gone{};  // ranks that have left the group
+  std::uint64_t sum = 0;
 
-void Arbiter::refuse(const std::string& what) const {
+  /// A host that fails may leave a part of what it wrote.
+  std::uint64_t sum_now() const {
+    std::array<std::uint64_t, sizeof(Record) / sizeof sum - 1> words{};
+    std::memcpy(words.data(), this, sizeof words);
+    std::uint64_t all = 0;
+    for (const std::uint64_t word : words) all = fabric::siphash({kMagic, words.size()}, word, all);
+    return all;
+  }
+  bool sound(const Member::Seats& ranks) const {
+    if (magic != kMagic || sum != sum_now() || !ranks.contains(gone)) return false;
+    if (said.epoch == 0) return said.round == 0 && said.accepted == 0;  // nobody has asked yet
+    const bool proposed = said.accepted != 0;
+    return said.view.epoch == said.epoch && of_ranks(said.view, ranks) &&
+           said.accepted <= said.round && proposed == (said.proposal.epoch == said.epoch + 1) &&
+           of_ranks(said.proposal, ranks);
+  }
+};
+
+ArbiterFile::ArbiterFile(const std::string& directory, const fabric::JobKey& group, int rank,
+                         int ranks)
+    : path_(directory + "/ferry-arbiter-" + hex(group[0]) + hex(group[1])),
+      rank_(rank),
+      ranks_(ranks) {
+  static_assert(std::is_trivially_copyable_v<Record> &&
+                sizeof(Record) % sizeof(std::uint64_t) == 0);
+}
+
+void ArbiterFile::refuse(const std::string& what) const {
   throw Error(ErrorKind::system,
               "rank " + std::to_string(rank_) + ": the arbiter's file " +
                   printable(path_, kMostShown) + " " + what,
               {.rank = rank_});
 }
 
-void Arbiter::await() const {
-  constexpr int kTries = 100;
-  for (int tries = 1;; ++tries) {
-    try {
-      change(false, {});
-      return;
-    } catch (const Error&) {
-      if (tries == kTries) throw;
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
+void ArbiterFile::refuse(const LockedFile& file, const char* what_to_do) const {
+  const std::string why =
+      file.busy() ? "another rank has it locked" : std::generic_category().message(file.error());
+  refuse("could not be " + std::string(file.failed()) + ": " + why + what_to_do);
 }
 
-Arbiter::Said Arbiter::said_in(const std::string& text) const {
-  if (text.empty()) return {};  // nobody has asked yet
-  Written record;
-  const Member::Seats all = Member::Seats::first(ranks_);
+LockedFile ArbiterFile::create() const {
+  LockedFile file(path_, true);
+  if (file.failed() != nullptr) {
+    refuse(file, "; give a directory that is there and in which this user may write");
+  }
+  Record none;
+  write(file, none);
+  return file;
+}
+
+void ArbiterFile::check_locked() const {
+  const LockedFile file(path_, false);
+  if (file.busy()) return;
+  if (file.failed() != nullptr) refuse(file, kWhereShared);
+  refuse(
+      "could be locked while rank 0 has it locked, so two halves could both go on; use a file "
+      "system "
+      "that shares its locks between hosts (NFS 4, without the options nolock and local_lock)");
+}
+
+void ArbiterFile::check_there() const {
+  const LockedFile file(path_, false);
+  if (file.failed() != nullptr && !file.busy()) refuse(file, kWhereShared);
+}
+
+ArbiterFile::Record ArbiterFile::read(LockedFile& file) const {
+  const std::string text = file.read(sizeof(Record) + 1);
+  if (file.failed() != nullptr) refuse(file, kWhereShared);
+  Record record;
   bool sound = text.size() == sizeof record;
   if (sound) {
-    std::memcpy(&record, text.data(), sizeof record);
-    sound = record.magic == kMagic && record.sum == sum_of(record) &&
-            of_ranks(record.said.view, all) && of_ranks(record.said.proposal, all);
+    std::memcpy(static_cast<void*>(&record), text.data(), sizeof record);
+    sound = record.sound(Member::Seats::first(ranks_));
   }
   if (!sound) refuse("is damaged: it does not hold what a rank of this group wrote");
+  return record;
+}
+
+void ArbiterFile::write(LockedFile& file, Record& record) const {
+  record.sum = record.sum_now();
+  file.write({reinterpret_cast<const char*>(&record), sizeof record});
+  if (file.failed() != nullptr) refuse(file, "");
+}
+
+ArbiterFile::Said ArbiterFile::decide(const Said& asked) const {
+  LockedFile file(path_, false);
+  Record record = read(file);
+  record.said = Member::arbitrate(record.said, asked);
+  write(file, record);  // also what was there: an earlier write may not have reached the disk
   return record.said;
 }
 
-Arbiter::Said Arbiter::change(bool create, const Said& asked) const {
-  Said now;
-  std::exception_ptr thrown;
-  const FileChange change = change_locked_file(
-      path_, create, sizeof(Written) + 1, [&](const std::string& text) -> std::string {
-        try {
-          const Said before = said_in(text);
-          if (asked.epoch == 0) return text;
-          Written record;
-          record.said = now = Member::arbitrate(before, asked);
-          record.sum = sum_of(record);
-          return {reinterpret_cast<const char*>(&record), sizeof record};
-        } catch (const Error&) {
-          thrown = std::current_exception();
-          return text;
-        }
-      });
-  if (thrown) std::rethrow_exception(thrown);
-  if (change.failed == nullptr) return now;
-  refuse("could not be " + std::string(change.failed) + ": " +
-         std::generic_category().message(change.error) +
-         (create ? "" : "; the directory must be one that all hosts share"));
+void ArbiterFile::leave(const Member::Seats& view) const {
+  std::optional<LockedFile> file;
+  for (int tries = 0; tries < 1000; ++tries) {  // often all leave at once
+    file.emplace(path_, false);
+    if (!file->busy()) break;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  Record record = read(*file);
+  record.gone.add(rank_);
+  if (!record.gone.contains(view)) return write(*file, record);
+  std::error_code ignored;
+  std::filesystem::remove(path_, ignored);
+}
+
+std::optional<Arbiter::Said> Arbiter::ask(const Said& asked) {
+  if (!answer_.valid()) answer_ = aside<Said>([decide = decide_, asked] { return decide(asked); });
+  if (answer_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) return std::nullopt;
+  return answer_.get();
 }
 
 }  // namespace ferry::engine

@@ -1,9 +1,15 @@
 // The arbiter's file: which half of a split group it lets go on, and what it refuses.
 #include "engine/arbiter.hpp"
 
+#include <array>
+#include <bit>
 #include <filesystem>
 #include <fstream>
+#include <latch>
+#include <memory>
+#include <optional>
 
+#include "engine/aside.hpp"
 #include "engine/test_groups.hpp"
 #include "platform/process.hpp"
 
@@ -12,13 +18,24 @@ namespace {
 
 constexpr fabric::JobKey kJob{0x1234, 0xabcd};
 
-class ArbiterFile : public testing::Test {
+class ArbiterDirectory : public testing::Test {
  protected:
   void SetUp() override { std::filesystem::create_directory(directory_); }
   void TearDown() override { std::filesystem::remove_all(directory_); }
-  Arbiter arbiter(int rank) const { return {directory_, kJob, rank, 4}; }
+  ArbiterFile arbiter(int rank) const { return {directory_, kJob, rank, 4}; }
   std::filesystem::path file() const {
     return directory_ + "/ferry-arbiter-0000000000001234000000000000abcd";
+  }
+
+  void change_byte(std::uintmax_t at) const {
+    std::fstream stream(file(), std::ios::in | std::ios::out | std::ios::binary);
+    stream.seekg(static_cast<std::streamoff>(at));
+    const int was = stream.get();
+    stream.seekp(static_cast<std::streamoff>(at));
+    stream.put(static_cast<char>(was ^ 1));
+  }
+  static auto bytes_of(const Member::Said& said) {
+    return std::bit_cast<std::array<std::uint64_t, kStatementWords>>(said);
   }
 
   const std::string directory_ =
@@ -44,9 +61,9 @@ struct Half {
     }
   }
   /// As an engine does.
-  void ask(const Arbiter& arbiter, int first, int times = 8) {
+  void ask(const ArbiterFile& arbiter, int first, int times = 8) {
     for (int i = 0; i < times && leader.needs_arbiter(); ++i) {
-      leader.hear_arbiter(arbiter.ask(leader.statement()));
+      leader.hear_arbiter(arbiter.decide(leader.statement()));
       talk(first);
     }
     while (leader.settle()) {
@@ -55,7 +72,7 @@ struct Half {
   }
 };
 
-TEST_F(ArbiterFile, LetsOneHalfGoOnAndTellsTheOther) {
+TEST_F(ArbiterDirectory, LetsOneHalfGoOnAndTellsTheOther) {
   arbiter(0).create();
   Half low(0), high(2);
   low.ask(arbiter(0), 0);
@@ -66,7 +83,7 @@ TEST_F(ArbiterFile, LetsOneHalfGoOnAndTellsTheOther) {
   EXPECT_EQ(high.leader.standing(), Member::Standing::kEvicted);
 }
 
-TEST_F(ArbiterFile, TheHalfThatComesBetweenDoesNotMakeTwo) {
+TEST_F(ArbiterDirectory, TheHalfThatComesBetweenDoesNotMakeTwo) {
   arbiter(0).create();
   Half low(0), high(2);
   low.ask(arbiter(0), 0, 1);  // has its promise, not its vote
@@ -77,32 +94,98 @@ TEST_F(ArbiterFile, TheHalfThatComesBetweenDoesNotMakeTwo) {
   EXPECT_EQ(low.leader.standing(), Member::Standing::kEvicted);
 }
 
-TEST_F(ArbiterFile, WhatAFileCannotHoldIsRefused) {
+TEST_F(ArbiterDirectory, TheHalfThatWonAndDiedIsNotReplacedByTheOther) {
+  arbiter(0).create();
+  Half low(0), high(2);
+  low.ask(arbiter(0), 0, 2);  // has its vote, and dies before anybody hears of it
+  high.ask(arbiter(2), 2);
+  EXPECT_EQ(high.leader.standing(), Member::Standing::kEvicted);
+}
+
+TEST_F(ArbiterDirectory, AskedTwiceItSaysTheSame) {
+  arbiter(0).create();
+  Half low(0);
+  const auto once = arbiter(0).decide(low.leader.statement());
+  EXPECT_EQ(bytes_of(once), bytes_of(arbiter(0).decide(low.leader.statement())));
+  EXPECT_EQ(bytes_of(once), bytes_of(arbiter(2).decide({})));  // of no epoch: changes nothing
+  EXPECT_GT(once.round, 0u);
+}
+
+TEST_F(ArbiterDirectory, WhatAFileCannotHoldIsRefused) {
+  const Member::Said asked = Member::founder(1, 4, true).statement();
   const auto refused = [&](const char* what) {
-    expect_error(ErrorKind::system, {"rank 1", "arbiter", what},
-                 [&] { arbiter(1).ask(Member::founder(1, 4, true).statement()); });
+    expect_error(ErrorKind::system, {"rank 1", "arbiter", what}, [&] { arbiter(1).decide(asked); });
   };
   refused("could not be opened");  // no such file: another directory of that name
   arbiter(0).create();
-  arbiter(1).await();
-  arbiter(1).ask(Member::founder(1, 4, true).statement());
+  arbiter(1).decide(asked);
   const auto bytes = std::filesystem::file_size(file());
   for (const auto at : {std::uintmax_t{0}, std::uintmax_t{24}, bytes - 1}) {
-    std::fstream stream(file(), std::ios::in | std::ios::out | std::ios::binary);
-    stream.seekg(static_cast<std::streamoff>(at));
-    const int was = stream.get();
-    stream.seekp(static_cast<std::streamoff>(at));
-    stream.put(static_cast<char>(was ^ 1));
-    stream.close();
+    change_byte(at);
     refused("is damaged");
-    stream.open(file(), std::ios::in | std::ios::out | std::ios::binary);
-    stream.seekp(static_cast<std::streamoff>(at));
-    stream.put(static_cast<char>(was));
+    change_byte(at);
   }
-  for (const auto size : {bytes - 1, bytes + 1, std::uintmax_t{1}}) {
+  arbiter(1).decide(asked);
+  for (const auto size : {bytes - 1, bytes + 1, std::uintmax_t{0}}) {
     std::filesystem::resize_file(file(), size);
     refused("is damaged");
   }
+}
+
+TEST_F(ArbiterDirectory, RanksThatDoNotFitAreRefused) {
+  ArbiterFile(directory_, kJob, 0, 8).create();
+  ArbiterFile(directory_, kJob, 0, 8).decide(Member::founder(0, 8, true).statement());
+  expect_error(ErrorKind::system, {"is damaged"}, [&] { arbiter(1).decide({}); });
+}
+
+/// Two halves could both go on where hosts do not see each other's locks.
+TEST_F(ArbiterDirectory, LocksThatAreNotSharedAreFound) {
+  expect_error(ErrorKind::system, {"rank 1", "could not be opened", "all hosts share"},
+               [&] { arbiter(1).check_locked(); });
+  {
+    const LockedFile held = arbiter(0).create();
+    arbiter(1).check_locked();
+    arbiter(1).check_there();
+    expect_error(ErrorKind::system, {"could not be locked", "another rank"},
+                 [&] { arbiter(1).decide({}); });
+  }
+  expect_error(ErrorKind::system, {"rank 1", "two halves could both go on", "nolock"},
+               [&] { arbiter(1).check_locked(); });
+  expect_error(ErrorKind::system, {"could not be opened", "give a directory"},
+               [&] { arbiter(0).create(); });  // it is there already
+}
+
+TEST_F(ArbiterDirectory, TheLastRankThatLeavesRemovesTheFile) {
+  arbiter(0).create();
+  const Member::Seats all = Member::Seats::first(3);  // rank 3 was lost
+  for (const int rank : {1, 0}) {
+    arbiter(rank).leave(all);
+    EXPECT_TRUE(std::filesystem::exists(file()));
+  }
+  arbiter(2).leave(all);
+  EXPECT_FALSE(std::filesystem::exists(file()));
+}
+
+TEST(Asking, DoesNotWaitForAnArbiterThatHangs) {
+  auto hung = std::make_shared<std::latch>(1);
+  Arbiter arbiter([hung](const Member::Said& asked) {
+    hung->wait();
+    return asked;
+  });
+  EXPECT_FALSE(arbiter.ask(Member::founder(1, 4, true).statement()));
+  EXPECT_FALSE(arbiter.ask({}));  // the question before is open
+  hung->count_down();
+  std::optional<Member::Said> answer;
+  while (!answer) answer = arbiter.ask({});
+  EXPECT_EQ(answer->epoch, 1u);
+}
+
+TEST(Asking, WorkThatHangsEndsInAnError) {
+  auto hung = std::make_shared<std::latch>(1);
+  expect_error(ErrorKind::system, {"it is late"},
+               [&] { at_most_for<void>(1ms, "it is late", [hung] { hung->wait(); }); });
+  hung->count_down();
+  EXPECT_EQ(at_most_for<int>(20s, "it is late", [] { return 7; }), 7);
 }
 
 }  // namespace

@@ -49,7 +49,7 @@ bool Regroup::possible(const Memory& memory, bool carrier) {
 
 Regroup::Regroup(std::shared_ptr<Memory> memory, std::shared_ptr<Carrier> carrier, Channel& channel,
                  const GroupConfig& config, const ControlLayout& layout,
-                 std::shared_ptr<const Arbiter> arbiter, std::uint64_t ticket)
+                 std::optional<Arbiter> arbiter, std::uint64_t ticket)
     : memory_(std::move(memory)),
       carrier_(std::move(carrier)),
       channel_(channel),
@@ -57,8 +57,8 @@ Regroup::Regroup(std::shared_ptr<Memory> memory, std::shared_ptr<Carrier> carrie
       layout_(layout),
       arbiter_(std::move(arbiter)),
       member_(std::make_unique<Member>(
-          ticket == 0 ? Member::founder(channel.rank(), channel.size(), arbiter_ != nullptr)
-                      : Member::joiner(channel.rank(), ticket, arbiter_ != nullptr))),
+          ticket == 0 ? Member::founder(channel.rank(), channel.size(), arbiter_.has_value())
+                      : Member::joiner(channel.rank(), ticket, arbiter_.has_value()))),
       seating_(*memory_->fabric, layout),
       linking_(*memory_->fabric, carrier_, channel, ticket),
       seated_(ticket == 0 ? 1 : 0),
@@ -382,9 +382,14 @@ void Regroup::throw_destroyed() const {
 void Regroup::ask_arbiter() {
   while (arbiter_ && member_->needs_arbiter() && Clock::now() >= ask_at_) {
     try {
-      member_->hear_arbiter(arbiter_->ask(member_->statement()));
+      const auto answer = arbiter_->ask(member_->statement());
+      if (!answer) {
+        if (arbiter_problem_.empty()) arbiter_problem_ = "it has not answered yet";
+        return;
+      }
+      member_->hear_arbiter(*answer);
       arbiter_problem_.clear();
-    } catch (const Error& error) {  // of another rank that asks now, most often
+    } catch (const Error& error) {  // another rank asks now, most often
       arbiter_problem_ = error.what();
       ask_at_ = Clock::now() + kPollPeriod;
     }
@@ -424,9 +429,9 @@ void Regroup::check_progress() {
     const bool refused = member_->needs_arbiter() && !arbiter_problem_.empty();
     if (member_->minority() || refused) {
       const Member::Seats gone = may_run();
-      const std::string text = "rank " + std::to_string(channel_.rank()) + ": regroup: " +
-                               names(gone) + " cannot be reached but may still run, and " +
-                               why_no_quorum() +
+      const std::string text = "rank " + std::to_string(channel_.rank()) +
+                               ": regroup: " + names(gone) +
+                               " cannot be reached but may still run, and " + why_no_quorum() +
                                "; end here, or make a new group once those are known to be dead";
       give_up(Error(ErrorKind::deadline, text,
                     {channel_.rank(), gone.next(), kRegroup, channel_.generation(), 0, 0}));

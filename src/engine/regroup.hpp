@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/arbiter.hpp"
@@ -26,10 +27,10 @@ class Regroup {
   static bool possible(const Memory& memory, bool carrier);
 
   /// `ticket`: of a process that joins; 0: the group was made with it.
-  /// `carrier`: of a group of several domains, otherwise null. `arbiter`: null: there is none.
+  /// `carrier`: of a group of several domains, otherwise null.
   Regroup(std::shared_ptr<Memory> memory, std::shared_ptr<Carrier> carrier, Channel& channel,
           const GroupConfig& config, const ControlLayout& layout,
-          std::shared_ptr<const Arbiter> arbiter = nullptr, std::uint64_t ticket = 0);
+          std::optional<Arbiter> arbiter = {}, std::uint64_t ticket = 0);
 
   /// Stops, agrees with the ranks that are left, and has the channel go on with them: their epoch.
   /// Throws Error(evicted) when they went on without this one, and Error(deadline) when those in
@@ -93,7 +94,7 @@ class Regroup {
   Channel& channel_;
   const GroupConfig& config_;
   ControlLayout layout_;
-  std::shared_ptr<const Arbiter> arbiter_;
+  std::optional<Arbiter> arbiter_;
   std::string arbiter_problem_{};  // why it did not answer when it was asked last
   Clock::time_point ask_at_{};     // not before
   std::unique_ptr<Member> member_;

@@ -1,20 +1,36 @@
 // A small file that processes of several hosts change one after another.
 #pragma once
 #include <cstddef>
-#include <functional>
 #include <string>
+
+#include "platform/unique_descriptor.hpp"
 
 namespace ferry {
 
-struct FileChange {
-  const char* failed = nullptr;  ///< null: all went well; otherwise "opened", "locked", ...
-  int error = 0;                 ///< the errno of that
-};
+/// Locked from the constructor to the destructor. No function throws or waits for who else has the
+/// file; after the first that fails the others do nothing.
+class LockedFile {
+ public:
+  /// `make`: there must be no such file yet.
+  LockedFile(const std::string& path, bool make);
 
-/// Gives at most `most` bytes of the file to `change`, and writes what that returns, if it differs,
-/// through to the disk. Meanwhile nobody else does so; waits for nobody: "locked". `create`: an
-/// empty file is made where there is none.
-FileChange change_locked_file(const std::string& path, bool create, std::size_t most,
-                              const std::function<std::string(const std::string&)>& change);
+  /// At most `most` bytes.
+  std::string read(std::size_t most);
+  /// Over what the file begins with, through to the disk.
+  void write(const std::string& text);
+
+  /// Null: all went well; otherwise "opened", "locked", ...
+  const char* failed() const { return failed_; }
+  int error() const { return error_; }  ///< the errno of that
+  bool busy() const { return busy_; }   ///< it is locked by another process
+
+ private:
+  void fail(const char* what);
+
+  UniqueDescriptor file_{};
+  const char* failed_ = nullptr;
+  int error_ = 0;
+  bool busy_ = false;
+};
 
 }  // namespace ferry

@@ -1,6 +1,6 @@
 """A rank of test_hosts_faults: exchanges, says what happened to it, makes a new group when told.
 
-    exchanges.py [--latency | --elastic] DEADLINE FOLDER FABRIC CROSSING
+    exchanges.py [--latency | --elastic [--arbiter]] DEADLINE FOLDER FABRIC CROSSING
 
 Prints lines of JSON. In throughput mode it exchanges until an error, and with --elastic, where it
 commits its steps, it goes on by `regroup`; in latency mode (with masks) it exchanges until
@@ -127,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--latency", action="store_true")
     parser.add_argument("--elastic", action="store_true")
+    parser.add_argument("--arbiter", action="store_true", help="its file is in FOLDER")
     parser.add_argument("deadline", type=float)
     parser.add_argument("folder", type=Path)
     parser.add_argument("fabric")
@@ -137,6 +138,7 @@ def main() -> None:
         "memory_bytes": 1 << 20,
         "fabric": given.fabric,
         "crossing": given.crossing,
+        "arbiter": given.folder if given.arbiter else "",
     }
     # libfabric looks at the machine once: that would be part of the deadline.
     ferry.Group(ferry.threads(1)[0], experts=1, fabric="ofi").destroy()

@@ -59,12 +59,15 @@ def lines_of(logs: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
 
 
-def wait_for(logs: Path, rank: int, word: str, seconds: float = 60.0) -> dict[str, Any]:
-    """The line of a rank that has this word."""
+def wait_for(
+    logs: Path, rank: int, word: str | tuple[str, ...], seconds: float = 60.0
+) -> dict[str, Any]:
+    """The line of a rank that has this word, or one of them."""
+    words = (word,) if isinstance(word, str) else word
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for line in lines_of(logs, rank):
-            if word in line:
+            if any(one in line for one in words):
                 return line
         time.sleep(0.02)
     text = (logs / f"rank-{rank}.txt").read_text()

@@ -1,6 +1,6 @@
 """A cable is pulled, a host is killed or frozen (network namespaces, libfabric over TCP): every
 survivor names a rank of that host, masks its ranks, or goes on by `regroup` where it is of the
-majority. FERRY_HOSTS=all runs every case.
+majority, or of the half that an arbiter chose. FERRY_HOSTS=all runs every case.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from hosts import Hosts
-from job import until_end, wait_for
+from job import lines_of, until_end, wait_for
 
 pytestmark = pytest.mark.usefixtures("network")
 
@@ -27,7 +27,7 @@ HOSTS, VICTIM = 3, 1
 
 @dataclass
 class Job:
-    """`each` ranks on three hosts; host 1 is the victim."""
+    """`each` ranks on every host; host 1 is the victim."""
 
     machines: Hosts
     each: int
@@ -39,7 +39,7 @@ class Job:
         command: list[str | Path] = [sys.executable, HERE / "exchanges.py", *options]
         command += [str(DEADLINE), self.logs, fabric, crossing]
         self.processes = self.machines.start_ranks(self.each, command, self.logs)
-        for rank in range(HOSTS * self.each):
+        for rank in self.ranks:
             going = wait_for(self.logs, rank, "going")
             assert going["fabric"] == ("ofi" if joined == "ofi" else "shm+ofi")
 
@@ -55,19 +55,23 @@ class Job:
         return start
 
     @property
+    def ranks(self) -> list[int]:
+        return list(range(len(self.machines.names) * self.each))
+
+    @property
     def victims(self) -> list[int]:
         return list(range(VICTIM * self.each, (VICTIM + 1) * self.each))
 
     @property
     def survivors(self) -> list[int]:
-        return [rank for rank in range(HOSTS * self.each) if rank not in self.victims]
+        return [rank for rank in self.ranks if rank not in self.victims]
 
     def begin_again(self) -> None:
         """The cable is back: all ranks make a new group."""
         (self.logs / "again").touch()
         self.machines.link(VICTIM, "up")
         until_end(self.processes, self.logs)
-        for rank in range(HOSTS * self.each):
+        for rank in self.ranks:
             wait_for(self.logs, rank, "again", 0.1)
 
 
@@ -119,6 +123,30 @@ def test_the_majority_regroups(fault: str, joined: str, each: int, tmp_path: Pat
             said = wait_for(tmp_path, rank, "stopped", 20)
             assert "no majority of epoch 1" in said["stopped"], said
         job.begin_again()
+
+
+@pytest.mark.parametrize(
+    "joined", ["direct", "hierarchical", "ofi"] if EVERYTHING else ["hierarchical"]
+)
+def test_an_arbiter_lets_one_half_go_on(joined: str, tmp_path: Path) -> None:
+    with Hosts(2, own_boot_ids=joined != "ofi") as machines:
+        job = Job(machines, 2, tmp_path)
+        job.start(joined, "--elastic", "--arbiter")
+        job.harm("cable")
+        halves = (job.survivors, job.victims)
+        for rank in job.ranks:
+            wait_for(tmp_path, rank, "kind", 20)
+            wait_for(tmp_path, rank, ("ranks", "stopped"), 20)
+        went_on = [lines_of(tmp_path, rank)[-1].get("ranks") for rank in job.ranks]
+        winners = [rank for rank, view in enumerate(went_on) if view]
+        assert winners in halves, went_on
+        for rank in job.ranks:
+            if rank in winners:
+                assert went_on[rank] == winners
+            else:
+                assert "went on without" in wait_for(tmp_path, rank, "stopped", 1)["stopped"]
+        job.begin_again()
+        assert not list(tmp_path.glob("ferry-arbiter-*")), "the last rank that left removes it"
 
 
 @pytest.mark.parametrize(

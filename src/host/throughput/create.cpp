@@ -1,9 +1,12 @@
 // Creation of a host engine: the only time at which the bootstrap is used.
 #include <algorithm>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "core/layout.hpp"
+#include "engine/aside.hpp"
 #include "engine/create.hpp"
 #include "fabric/lobby.hpp"
 #include "host/throughput/engine.hpp"
@@ -25,8 +28,9 @@ std::size_t arena_bytes(const GroupConfig& config) {
 
 }  // namespace
 
-std::shared_ptr<const engine::Arbiter> arbiter_of(const GroupConfig& config, const Domains& domains,
-                                                  const fabric::Fabric& fabric) {
+std::shared_ptr<const engine::ArbiterFile> arbiter_of(const GroupConfig& config,
+                                                      const Domains& domains,
+                                                      const fabric::Fabric& fabric) {
   if (config.arbiter.empty()) return nullptr;
   const int rank = fabric.rank(), size = fabric.size();
   if (domains.count() == 1 || !fabric.carries_texts() || size > engine::SeatTraits::kSeats) {
@@ -38,8 +42,55 @@ std::shared_ptr<const engine::Arbiter> arbiter_of(const GroupConfig& config, con
                     " in several domains that libfabric joins (network ofi)",
                 {rank, -1, "Group: arbiter", 0, 0, 0});
   }
-  return std::make_shared<engine::Arbiter>(config.arbiter, fabric.job(), rank, size);
+  return std::make_shared<engine::ArbiterFile>(config.arbiter, fabric.job(), rank, size);
 }
+
+namespace {
+
+std::string late_arbiter(int rank) {
+  return "rank " + std::to_string(rank) +
+         ": Group: arbiter: the directory did not answer within the deadline; is the server of its "
+         "file system there?";
+}
+
+/// At creation rank 0 makes the arbiter's file and has it locked until all have seen that.
+class ArbiterCreation {
+ public:
+  ArbiterCreation(const GroupConfig& config, const Domains& domains, const fabric::Fabric& fabric)
+      : file_(arbiter_of(config, domains, fabric)),
+        rank_(fabric.rank()),
+        deadline_(config.deadline) {}
+  ~ArbiterCreation() {
+    if (!held_) return;
+    keep();
+    try {
+      file_->leave(engine::Member::Seats::of(rank_));  // the last one: removes it
+    } catch (const Error&) {                           // it stays
+    }
+  }
+  ArbiterCreation(const ArbiterCreation&) = delete;
+  ArbiterCreation& operator=(const ArbiterCreation&) = delete;
+
+  void create() {
+    if (!file_ || rank_ != 0) return;
+    held_ = engine::at_most_for<LockedFile>(deadline_, late_arbiter(rank_),
+                                            [file = file_] { return file->create(); });
+  }
+  void check() const {
+    if (!file_ || rank_ == 0) return;
+    engine::at_most_for<void>(deadline_, late_arbiter(rank_),
+                              [file = file_] { file->check_locked(); });
+  }
+  void keep() { held_.reset(); }
+
+ private:
+  std::shared_ptr<const engine::ArbiterFile> file_;
+  int rank_;
+  std::chrono::nanoseconds deadline_;
+  std::optional<LockedFile> held_{};
+};
+
+}  // namespace
 
 MemoryStats host_memory_hint(const GroupConfig& config, int ranks) {
   return {control_bytes(config, Domains::blocks(ranks, config.domain_size), 0), arena_bytes(config),
@@ -53,9 +104,9 @@ std::shared_ptr<HostEngine> make_host_engine(Bootstrap& bootstrap, const GroupCo
   auto memory = std::make_shared<Memory>(std::move(fabric));
   fabric::Fabric& wire = *memory->fabric;
   fabric::Segment control, arena;
+  ArbiterCreation arbiter(config, domains, wire);
   const auto cards = engine::together(bootstrap, config, "Group: memory", [&] {
-    const auto arbiter = arbiter_of(config, domains, wire);
-    if (arbiter && wire.rank() == 0) arbiter->create();
+    arbiter.create();
     control = wire.register_memory(control_bytes(config, domains, body_bytes));
     arena = wire.register_memory(arena_bytes(config));
     return engine::bytes_of({engine::card_of(control), engine::card_of(arena)});
@@ -63,9 +114,10 @@ std::shared_ptr<HostEngine> make_host_engine(Bootstrap& bootstrap, const GroupCo
   memory->arena.add(arena);
   engine::together(bootstrap, config, "Group: attach", [&] {
     engine::attach_all(wire, cards, {engine::card_of(control), engine::card_of(arena)});
-    if (const auto arbiter = arbiter_of(config, domains, wire)) arbiter->await();
+    arbiter.check();
     return std::vector<std::byte>();
   });
+  arbiter.keep();
   wire.seal(control.id);
   wire.seal(arena.id);
   return std::make_shared<HostEngine>(std::move(memory), config, domains, control, body_bytes);
@@ -76,7 +128,10 @@ std::shared_ptr<HostEngine> join_host_engine(const GroupConfig& config, const Do
                                              std::uint64_t ticket) {
   auto memory = std::make_shared<Memory>(std::move(fabric));
   fabric::Fabric& wire = *memory->fabric;
-  if (const auto arbiter = arbiter_of(config, domains, wire)) arbiter->await();
+  if (const auto arbiter = arbiter_of(config, domains, wire)) {
+    engine::at_most_for<void>(config.deadline, late_arbiter(wire.rank()),
+                              [arbiter] { arbiter->check_there(); });
+  }
   const fabric::Segment control = wire.register_memory(control_bytes(config, domains, 0));
   const fabric::Segment arena = wire.register_memory(arena_bytes(config));
   wire.seal(control.id);  // the others open its descriptors

@@ -1,10 +1,13 @@
 #include "host/throughput/engine.hpp"
 
 #include <algorithm>
+#include <chrono>
+#include <exception>
 #include <iterator>
 #include <limits>
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -13,6 +16,7 @@
 #include "base/process_limits.hpp"
 #include "base/text.hpp"
 #include "core/check.hpp"
+#include "engine/aside.hpp"
 #include "engine/counts.hpp"
 #include "fabric/lobby.hpp"
 
@@ -64,8 +68,22 @@ HostEngine::~HostEngine() {
 }
 
 void HostEngine::destroy() {
-  if (channel_.leave() && carrier_) carrier_->leave();
+  if (channel_.leave() && carrier_) {
+    carrier_->leave();
+    leave_arbiter();
+  }
   if (auto* lobby = memory_->fabric->lobby()) lobby->close();
+}
+
+void HostEngine::leave_arbiter() noexcept {
+  if (!arbiter_) return;
+  try {
+    engine::Member::Seats seats;
+    for (const int rank : group_view().ranks) seats.add(rank);
+    engine::at_most_for<void>(std::chrono::seconds(1), "",
+                              [file = arbiter_, seats] { file->leave(seats); });
+  } catch (const std::exception&) {  // the file stays
+  }
 }
 
 Tensor HostEngine::empty(const Extents& shape, Dtype dtype) {
@@ -259,8 +277,12 @@ ControlLayout HostEngine::control_layout() const {
 
 engine::Regroup& HostEngine::membership(std::uint64_t ticket) {
   if (!regroup_) {
+    std::optional<engine::Arbiter> arbiter;
+    if (arbiter_) {
+      arbiter.emplace([file = arbiter_](const auto& asked) { return file->decide(asked); });
+    }
     regroup_ = std::make_unique<engine::Regroup>(memory_, carrier_, channel_, config_,
-                                                 control_layout(), arbiter_, ticket);
+                                                 control_layout(), std::move(arbiter), ticket);
   }
   return *regroup_;
 }

@@ -180,6 +180,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   std::atomic<std::uint64_t>& exchange_ns() { return exchange_ns_; }
 
  private:
+  void leave_arbiter() noexcept;
   class Turn;
   ControlLayout control_layout() const;
   engine::Regroup& membership(std::uint64_t ticket = 0);
@@ -202,8 +203,8 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   CallTuner tuner_;
   std::size_t control_bytes_;
   std::size_t body_bytes_;
-  std::shared_ptr<engine::Carrier> carrier_;    // null: all ranks share memory, or cannot regroup
-  std::shared_ptr<const engine::Arbiter> arbiter_{};
+  std::shared_ptr<engine::Carrier> carrier_;  // null: all ranks share memory, or cannot regroup
+  std::shared_ptr<const engine::ArbiterFile> arbiter_{};
   std::unique_ptr<engine::Regroup> regroup_{};  // of the thread whose turn it is
   mutable std::mutex view_mutex_;
   GroupView view_{};
@@ -235,8 +236,9 @@ Combined combine(HostEngine& engine, const ConstTensorView& rows, const Plan& pl
                  const CombineOptions& options);
 
 /// create.cpp. Null: the group has none. Throws Error(unsupported) where there can be none.
-std::shared_ptr<const engine::Arbiter> arbiter_of(const GroupConfig& config, const Domains& domains,
-                                                  const fabric::Fabric& fabric);
+std::shared_ptr<const engine::ArbiterFile> arbiter_of(const GroupConfig& config,
+                                                      const Domains& domains,
+                                                      const fabric::Fabric& fabric);
 
 /// vault.cpp. Makes `vault`, the engine's own, or takes up the one that is there. What it returns
 /// keeps the engine alive.

@@ -130,15 +130,24 @@ TEST(RegroupDomainsErrors, HalfOfTheRanksGiveUp) {
   });
 }
 
-TEST(RegroupDomainsErrors, OneHalfGoesOnWithAnArbiter) {
-  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
-  const std::filesystem::path shared =
+/// A directory that "all hosts" share.
+class RegroupByArbiter : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
+    std::filesystem::create_directory(shared_);
+    config_.arbiter = shared_;
+  }
+  void TearDown() override { std::filesystem::remove_all(shared_); }
+
+  const std::filesystem::path shared_ =
       testing::TempDir() + "ferry_shared_" + std::to_string(process_id());
-  std::filesystem::create_directory(shared);
-  GroupConfig config = domains_of(2, 600ms);
-  config.arbiter = shared;
+  GroupConfig config_ = domains_of(2, 600ms);
+};
+
+TEST_F(RegroupByArbiter, OneHalfGoesOn) {
   std::latch gone_on(2), done(4);
-  with_groups(4, config, [&](Group& group) {
+  with_groups(4, config_, [&](Group& group) {
     group.barrier();
     if (group.rank() < 2) {
       EXPECT_GE(first_error(group).peer(), 2);
@@ -153,10 +162,32 @@ TEST(RegroupDomainsErrors, OneHalfGoesOnWithAnArbiter) {
     }
     done.arrive_and_wait();
   });
-  std::filesystem::remove_all(shared);
+  EXPECT_TRUE(std::filesystem::is_empty(shared_)) << "the last rank that leaves removes the file";
 }
 
-/// It is of one host alone, or there are not several.
+TEST_F(RegroupByArbiter, HalfOfTheRanksGiveUpWhenItIsGone) {
+  std::latch given_up(4);
+  with_groups(4, config_, [&](Group& group) {
+    group.barrier();
+    if (group.rank() < 2) {
+      EXPECT_GE(first_error(group).peer(), 2);
+      std::filesystem::remove_all(shared_);
+      expect_error(ErrorKind::deadline, {"no majority", "epoch 1"}, [&] {
+        try {
+          group.regroup();
+        } catch (const Error& error) {
+          const bool asked =
+              std::string(error.what()).find("could not be opened") != std::string::npos;
+          EXPECT_TRUE(asked || group.rank() != 0) << error.what();
+          throw;
+        }
+      });
+    }
+    given_up.arrive_and_wait();
+  });
+}
+
+/// Its directory is not there, or there are not several domains.
 TEST(RegroupDomainsErrors, AnArbiterThatCannotBeIsRefused) {
   GroupConfig config = domains_of(1);
   config.experts = 2;

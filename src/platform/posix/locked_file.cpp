@@ -6,47 +6,57 @@
 
 #include <cerrno>
 
-#include "platform/unique_descriptor.hpp"
-
 namespace ferry {
 namespace {
 
-/// Of a whole transfer at the file's beginning; false: errno says why.
-template <class Call, class Bytes>
-bool all_of(Call call, int file, Bytes* bytes, std::size_t count, std::size_t& done) {
-  done = 0;
+/// Moves all bytes between memory and the file's beginning, or up to its end; returns how many.
+/// Negative: errno says why.
+template <class Call, class Byte>
+ssize_t move_all(Call call, int file, Byte* bytes, std::size_t count) {
+  std::size_t done = 0;
   while (done < count) {
     const ssize_t now = call(file, bytes + done, count - done, static_cast<off_t>(done));
     if (now < 0 && errno == EINTR) continue;
-    if (now < 0) return false;
+    if (now < 0) return now;
     if (now == 0) break;
     done += static_cast<std::size_t>(now);
   }
-  return true;
+  return static_cast<ssize_t>(done);
 }
 
 }  // namespace
 
-FileChange change_locked_file(const std::string& path, bool create, std::size_t most,
-                              const std::function<std::string(const std::string&)>& change) {
-  const int flags = O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK | (create ? O_CREAT : 0);
-  const UniqueDescriptor file(::open(path.c_str(), flags, 0600));
-  if (!file) return {"opened", errno};
-  while (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) {
-    if (errno != EINTR) return {"locked", errno};
+LockedFile::LockedFile(const std::string& path, bool make) {
+  // O_NONBLOCK: opening a FIFO must not wait.
+  const int flags = O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK | O_NOFOLLOW;
+  file_ = UniqueDescriptor(::open(path.c_str(), flags | (make ? O_CREAT | O_EXCL : 0), 0600));
+  if (!file_) fail("opened");
+  while (failed_ == nullptr && ::flock(file_.get(), LOCK_EX | LOCK_NB) != 0) {
+    if (errno == EINTR) continue;
+    busy_ = errno == EWOULDBLOCK;
+    fail("locked");
   }
+}
+
+void LockedFile::fail(const char* what) {
+  error_ = errno;
+  failed_ = what;
+}
+
+std::string LockedFile::read(std::size_t most) {
+  if (failed_ != nullptr) return {};
   std::string text(most, '\0');
-  std::size_t done = 0;
-  if (!all_of(::pread, file.get(), text.data(), most, done)) return {"read", errno};
-  text.resize(done);
-  const std::string next = change(text);
-  if (next == text) return {};
-  const bool written = all_of(::pwrite, file.get(), next.data(), next.size(), done) &&
-                       done == next.size() &&
-                       ::ftruncate(file.get(), static_cast<off_t>(done)) == 0 &&
-                       ::fsync(file.get()) == 0;
-  if (!written) return {"written", errno};
-  return {};
+  const ssize_t got = move_all(::pread, file_.get(), text.data(), most);
+  if (got < 0) fail("read");
+  text.resize(got < 0 ? 0 : static_cast<std::size_t>(got));
+  return text;
+}
+
+void LockedFile::write(const std::string& text) {
+  if (failed_ != nullptr) return;
+  errno = ENOSPC;
+  const ssize_t put = move_all(::pwrite, file_.get(), text.data(), text.size());
+  if (put != static_cast<ssize_t>(text.size()) || ::fsync(file_.get()) != 0) fail("written");
 }
 
 }  // namespace ferry

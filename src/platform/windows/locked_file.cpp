@@ -5,9 +5,20 @@
 namespace ferry {
 
 // Groups of several hosts, which need it, are not to be had there.
-FileChange change_locked_file(const std::string& /*path*/, bool /*create*/, std::size_t /*most*/,
-                              const std::function<std::string(const std::string&)>& /*change*/) {
-  return {"locked on Windows", ENOTSUP};
+LockedFile::LockedFile(const std::string& /*path*/, bool /*make*/) {
+  errno = ENOTSUP;
+  fail("opened on Windows");
 }
+
+void LockedFile::fail(const char* what) {
+  error_ = errno;
+  failed_ = what;
+}
+
+std::string LockedFile::read(std::size_t /*most*/) {
+  return {};
+}
+
+void LockedFile::write(const std::string& /*text*/) {}
 
 }  // namespace ferry
