@@ -47,8 +47,11 @@ class ExpertPlacement {
   std::uint64_t digest() const;
   /// What Group::plan takes for routes to experts: topk_idx, i64 or i32 [T, K], with the place of a
   /// copy for each expert, i64 [T, K]. Tokens spread over copies by a hash of `rank`, whose tokens
-  /// they are, and their number.
-  Tensor places(const ConstTensorView& topk_idx, int rank) const;
+  /// they are, and their number. `masked`: [ranks] as LatencyExchange::masked says, or empty;
+  /// copies there get no tokens. Ranks may differ in it. Throws Error(invalid_argument) for a route
+  /// to an expert of which no other copy is left.
+  Tensor places(const ConstTensorView& topk_idx, int rank,
+                const std::vector<bool>& masked = {}) const;
 
  private:
   std::unique_ptr<ExpertTable> table_;

@@ -67,12 +67,18 @@ class ExpertPlacement:
         """The experts that the rank holds, [slots]; -1: none."""
         return self._raw.held_by(integer("held_by: rank", rank, 0, self.ranks - 1))
 
-    def places(self, topk_idx: Any, rank: int) -> Any:
+    def places(self, topk_idx: Any, rank: int, masked: Sequence[bool] | None = None) -> Any:
         """What `Group.plan` takes for routes to experts: topk_idx, i64 or i32 [T, K], with the
         place of a copy for each expert, i64 [T, K]. rank: the one whose tokens these are; they
-        spread over the copies of an expert."""
+        spread over the copies of an expert. masked: as `LatencyExchange.masked` says, [ranks];
+        copies there get no tokens, and ranks may differ in it.
+
+        Raises `InvalidArgumentError` for a route to an expert of which no other copy is left.
+        """
         raw, like = view("places: topk_idx", topk_idx, expected="i64 or i32")
-        return array(self._raw.places(raw, integer("places: rank", rank, 0, self.ranks - 1)), like)
+        without = [] if masked is None else [bool(each) for each in masked]
+        who = integer("places: rank", rank, 0, self.ranks - 1)
+        return array(self._raw.places(raw, who, without), like)
 
     def __repr__(self) -> str:
         return (

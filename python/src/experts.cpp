@@ -23,10 +23,11 @@ void bind_experts(nb::module_& m) {
       .def("held_by", &ExpertPlacement::held_by, nb::arg("rank"))
       .def(
           "places",
-          [](const ExpertPlacement& p, const View& topk_idx, int rank) {
-            return HeldTensor(p.places(topk_idx.read(), rank));
+          [](const ExpertPlacement& p, const View& topk_idx, int rank,
+             const std::vector<bool>& masked) {
+            return HeldTensor(p.places(topk_idx.read(), rank, masked));
           },
-          nb::arg("topk_idx"), nb::arg("rank"));
+          nb::arg("topk_idx"), nb::arg("rank"), nb::arg("masked"));
   nb::class_<BatchBalancer>(m, "BatchBalancer")
       .def(nb::init<std::int64_t, int, int, int, std::int64_t, std::int64_t>(), nb::arg("experts"),
            nb::arg("ranks"), nb::arg("slots"), nb::arg("domain_size"), nb::arg("copy_rows"),

@@ -22,6 +22,16 @@ def test_routes_become_places_of_their_framework() -> None:
     assert repr(placement) == "ferry.ExpertPlacement(5 experts, 3 ranks, 2 slots)"
 
 
+def test_masked_ranks_get_no_tokens() -> None:
+    placement = ferry.ExpertPlacement(experts=4, ranks=2, slots=4)
+    placement.balance([0, 1], copies=2)
+    routes = np.arange(64).reshape(16, 4) % 4
+    assert set((placement.places(routes, 0) // 4).reshape(-1)) == {0, 1}
+    assert (placement.places(routes, 0, masked=[False, True]) < 4).all()
+    with pytest.raises(ferry.InvalidArgumentError, match="on masked ranks"):
+        placement.places(routes, 0, masked=[True, True])
+
+
 def test_bad_placements_are_refused() -> None:
     with pytest.raises(ferry.InvalidArgumentError, match="at least 7"):
         ferry.ExpertPlacement(experts=7, ranks=3, slots=2)

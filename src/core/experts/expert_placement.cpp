@@ -99,16 +99,31 @@ std::vector<std::int32_t> ExpertPlacement::held_by(int rank) const {
   return held;
 }
 
-Tensor ExpertPlacement::places(const ConstTensorView& topk_idx, int rank) const {
+Tensor ExpertPlacement::places(const ConstTensorView& topk_idx, int rank,
+                               const std::vector<bool>& masked) const {
   constexpr const char* kCall = "places";
   check_rank(kCall, rank, table_->seats());
+  if (!masked.empty() && masked.size() != index(table_->seats())) {
+    refuse(kCall, "masked", std::to_string(masked.size()) + " ranks",
+           std::to_string(table_->seats()) + ", as LatencyExchange::masked says, or none");
+  }
   const std::vector<std::int32_t> routes = checked_routes(kCall, topk_idx, table_->experts());
-  const CopyChoice choice = table_->choice(rank, Domains::blocks(table_->seats(), 0));
+  const CopyChoice choice = table_->choice(rank, Domains::blocks(table_->seats(), 0), masked);
   const auto found = std::make_shared<std::vector<std::int64_t>>(routes.size());
   const auto topk = index(topk_idx.shape[1]);
   for (std::size_t i = 0; i < routes.size(); ++i) {
+    if (routes[i] < 0) {
+      (*found)[i] = -1;
+      continue;
+    }
     const auto token = static_cast<std::int64_t>(i / topk);
-    (*found)[i] = routes[i] < 0 ? -1 : choice.place(rank, token, routes[i]);
+    (*found)[i] = choice.place(rank, token, routes[i]);
+    if ((*found)[i] < 0) {
+      refuse(kCall, "topk_idx",
+             "token " + std::to_string(token) + " to expert " + std::to_string(routes[i]) +
+                 ", whose copies are all on masked ranks",
+             "experts with a copy on another rank; place them anew with balance");
+    }
   }
   const Extents shape{topk_idx.shape[0], topk_idx.shape[1]};
   return {TensorView(found->data(), Dtype::i64, shape),

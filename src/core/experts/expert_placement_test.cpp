@@ -38,6 +38,29 @@ TEST(ExpertPlacement, RoutesGoToPlacesThatHoldTheExpert) {
   }
 }
 
+TEST(ExpertPlacement, MaskedRanksGetNoTokens) {
+  ExpertPlacement placement(6, 4, 3);
+  placement.balance(std::vector<int>{0, 1, 2, 3}, {}, 2);
+  std::vector<std::int64_t> ids(600);
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i % 6);
+  const ConstTensorView routes{ids.data(), Dtype::i64, {600, 1}};
+  std::vector<int> rows(4);
+  const Tensor places = placement.places(routes, 1, {false, false, true, false});
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const std::int64_t place = places.as<std::int64_t>()[i];
+    ++rows[static_cast<std::size_t>(place / 3)];
+    EXPECT_EQ(placement.held_by(static_cast<int>(place / 3))[static_cast<std::size_t>(place % 3)],
+              ids[i]);
+  }
+  EXPECT_EQ(rows[2], 0);
+  EXPECT_TRUE(rows[0] > 0 && rows[1] > 0 && rows[3] > 0);
+  expect_error(ErrorKind::invalid_argument,
+               {"places", "token", "expert", "on masked ranks", "balance"},
+               [&] { placement.places(routes, 1, {true, false, true, true}); });
+  expect_error(ErrorKind::invalid_argument, {"places", "masked", "got 3 ranks", "expected 4"},
+               [&] { placement.places(routes, 1, {true, false, true}); });
+}
+
 TEST(ExpertPlacement, ExpertsOfALostRankAreTakenInAndTheOthersStay) {
   ExpertPlacement placement(6, 4, 3);
   placement.balance(std::vector<int>{0, 1, 2, 3}, {}, 2);

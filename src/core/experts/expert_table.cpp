@@ -36,17 +36,21 @@ std::vector<std::int32_t> ExpertTable::orphans(std::span<const std::uint8_t> liv
   return all;
 }
 
-CopyChoice ExpertTable::choice(int source, const Domains& domains) const {
+CopyChoice ExpertTable::choice(int source, const Domains& domains,
+                               const std::vector<bool>& masked) const {
   CopyChoice choice;
   choice.first.push_back(0);
   for (std::int32_t expert = 0; expert < experts(); ++expert) {
     const std::size_t before = choice.places.size();
-    for (const std::int32_t place : places(expert)) {
-      if (domains.together(source, seat_of(place))) choice.places.push_back(place);
-    }
-    if (choice.places.size() == before) {
-      choice.places.insert(choice.places.end(), places(expert).begin(), places(expert).end());
-    }
+    const auto add = [&](bool near_alone) {
+      for (const std::int32_t place : places(expert)) {
+        const int seat = seat_of(place);
+        const bool open = masked.empty() || !masked[index(seat)];
+        if (open && (!near_alone || domains.together(source, seat))) choice.places.push_back(place);
+      }
+    };
+    add(true);
+    if (choice.places.size() == before) add(false);
     choice.first.push_back(static_cast<std::int32_t>(choice.places.size()));
   }
   return choice;

@@ -62,7 +62,8 @@ class ExpertTable {
 
   /// Experts without a place on the seats of `live` ([seats], 0: not), ascending.
   std::vector<std::int32_t> orphans(std::span<const std::uint8_t> live) const;
-  CopyChoice choice(int source, const Domains& domains) const;
+  /// `masked`: [seats] whose places are left out, or empty.
+  CopyChoice choice(int source, const Domains& domains, const std::vector<bool>& masked = {}) const;
 
   friend bool operator==(const ExpertTable&, const ExpertTable&) = default;
 
