@@ -2,6 +2,7 @@
 // version is mask_trials.cpp.
 #include <gtest/gtest.h>
 
+#include "decode_load.hpp"
 #include "masked_load.hpp"
 
 namespace ferry::test {
@@ -37,6 +38,18 @@ TEST(Masks, StoppedRanksOfTwoDomainsComeBack) {
   EXPECT_GT(fault.rounds_after, 0);
   EXPECT_EQ(job.end(), "");
   EXPECT_EQ(shared_memory_names(), std::vector<std::string>{});
+}
+
+/// The long version is decode_trials.cpp.
+TEST(Masks, WithTwoCopiesOfEachExpertNoneIsZeroAfterTheRoundOfALoss) {
+  DecodeJob job(6);  // whose first group has two kills and a pause
+  const DecodeCounts counts = job.run(1000);
+  EXPECT_EQ(job.wrong(), "");
+  EXPECT_EQ(counts.zeroed_later, 0);
+  EXPECT_GE(counts.rounds, 1000);
+  EXPECT_GT(counts.kills, 1);
+  EXPECT_GT(counts.pauses, 0);
+  EXPECT_GT(counts.joins, 1);
 }
 
 }  // namespace
