@@ -100,6 +100,8 @@ def regroup(group: ferry.Group, again: Path) -> None:
             exchange(group, step)
             group.commit(step)
         say(ranks=view.ranks, epoch=view.epoch)
+        while not again.exists():  # the arbiter's file goes with the last rank of the view
+            time.sleep(0.05)
         group.barrier()
     except ferry.Error as error:
         say(stopped=str(error))
