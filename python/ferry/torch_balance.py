@@ -30,6 +30,7 @@ from ferry.experts import BatchBalancer
 from ferry.group import Group
 from ferry.streams import device_name
 from ferry.torch_reductions import agree
+from ferry.tensors import view
 from ferry.torch_replicas import copy_experts, reduce_experts
 
 _steps = itertools.count(1)
@@ -68,6 +69,8 @@ class _Seen:
         return tensor.data_ptr(), version, steps
 
 
+_WITH_SLOTS = 1  # placement_digest of the first plan with balance; without it is 0
+
 COPY_ROWS = 16
 """Of `ExpertParallel`, by default."""
 
@@ -102,7 +105,7 @@ class Copies:
             got = f"a group of {group.experts} experts on {group.size} ranks"
             expected = f"experts=n * {group.size}, n - {slots} experts of the layer on each rank"
             refuse(f"{call}: balance", got, expected)
-        self.ranks, self.device = ranks, device
+        self.group, self.ranks, self.device = group, ranks, device
         if ranks not in _streams:
             _streams[ranks] = _ferry.Stream()
         self.stream = _streams[ranks]
@@ -149,6 +152,7 @@ class Copies:
         """Collective. Plans a batch, begins to fetch the copies that it needs, and returns its
         routes. most: > 0: rows of a rank."""
         instance("ExpertParallel: topk_idx", topk_idx, Tensor, "a tensor")
+        self._agree(topk_idx)
         parameters = self._parameters(experts)
         said = [_said(name, tensor) for name, tensor in parameters.items()]
         with torch.no_grad():
@@ -166,15 +170,25 @@ class Copies:
             self._batch = batch, handle
         return places
 
+    def _agree(self, topk_idx: Tensor) -> None:
+        """Collective, in the first batch: before a rank alone refuses experts that do not fit its
+        slots, and the others wait for it."""
+        if self._agreed:
+            return
+        # A rank without slots plans its batch now. Not `Group.plan`: nobody's routes are recorded.
+        name = "ExpertParallel: topk_idx"
+        place = self.group._streams.place(name, None, topk_idx)
+        none = view(name, topk_idx.detach()[:0].contiguous(), place=place)[0]
+        self.group._raw.plan(none, place.stream, _WITH_SLOTS).recv_rows()
+        settings = ", ".join(f"{name}={value}" for name, value in self._balancing.items())
+        agree(self.ranks, "ExpertParallel", settings)
+        self._agreed = True
+
     def _plan(self, parameters: dict[str, Tensor], said: list[str], topk_idx: Tensor) -> None:
         changed = len(parameters) != len(self._seen) or not all(
             seen.is_still(tensor) for seen, tensor in zip(self._seen, parameters.values())
         )
         balancer, size = self.balancer, self.ranks.size
-        if not self._agreed:  # else even the messages may differ in length
-            settings = ", ".join(f"{name}={value}" for name, value in self._balancing.items())
-            agree(self.ranks, "ExpertParallel", settings)
-            self._agreed = True
         counts = balancer.counts(topk_idx)
         message = counts.new_empty(balancer.experts + 2)
         message[:-2] = counts

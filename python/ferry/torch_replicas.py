@@ -11,7 +11,9 @@ from torch import Tensor
 from ferry import _ferry
 from ferry.arguments import instance, integer, refuse
 from ferry.collectives import Collectives
+from ferry.errors import MismatchError
 from ferry.tensors import view
+from ferry.torch_reductions import agree
 
 Table = Sequence[Sequence[int]]
 """[R][C], the same on all ranks: which expert slot c of rank r is a copy of; -1: of none. Experts
@@ -99,6 +101,17 @@ def _checked(call: str, ranks: Collectives, experts: int, slots: int, table: Tab
     instance(f"{call}: ranks", ranks, Collectives, "a ferry.Collectives")
     if len(table) != ranks.size or any(len(row) != slots for row in table):
         shape = f"{len(table)} rows of {sorted({len(row) for row in table})}"
+        wrong = f"a table of {shape}, {slots} slots"
+        try:  # else the others, whose table fits, would wait for this rank
+            agree(ranks, call, wrong)
+        except MismatchError as error:
+            raise MismatchError(
+                f"rank {ranks.rank}: {call}: table: got {wrong}; expected as many slots on all "
+                f"ranks, and the same table ({error})",
+                rank=ranks.rank,
+                peer=error.peer,
+                stage=call,
+            ) from None
         refuse(f"{call}: table", shape, f"{ranks.size} rows of {slots}, the slots of a rank")
     most = ranks.size * experts - 1
     return [integer(f"{call}: table", one, -1, most) for row in table for one in row]

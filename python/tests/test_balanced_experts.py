@@ -386,6 +386,8 @@ class _Odd(torch.nn.Module):
     [
         ("copy_rows", "copy_rows=60"),
         ("slots", "slots=2"),
+        ("slots alone", "slots=2"),  # the experts of rank 0 do not fit its slots
+        ("balance", "1 with balance, is [01] on rank"),
         ("names", "with gradients: b"),
         ("more", "3 parameters"),
         ("dtype", "bfloat16"),
@@ -401,14 +403,15 @@ def test_ranks_that_differ_are_refused_everywhere(odd: str, word: str) -> None:
         ranks = ferry.Collectives(bootstraps[rank], deadline=20)
         group = ferry.Group(bootstraps[rank], experts=12, deadline=20)
         its = odd if rank == 1 else ""
-        slots = 2 if odd == "slots" and rank == 0 else 1
+        slots = 2 if odd.startswith("slots") and rank == 0 else 1
         experts = _Odd(
             {"names": "ba", "more": "abc"}.get(its, "ab"),
             torch.bfloat16 if its == "dtype" else torch.float32,
-            (6 - slots, *((2, 8) if its == "shape" else (8, 2))),
+            (6 - (1 if odd == "slots alone" else slots), *((2, 8) if its == "shape" else (8, 2))),
         )
         experts.a.requires_grad_(its != "frozen")
         copy_rows = 60 if its == "copy_rows" else 0
+        slots = 0 if its == "balance" else slots
         layer = ft.ExpertParallel(
             group, experts, balance=slots, collectives=ranks, copy_rows=copy_rows
         )

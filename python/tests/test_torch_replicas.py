@@ -88,6 +88,31 @@ def test_bytes_between_domains_are_those_of_the_experts() -> None:
     run_threads(4, one)
 
 
+@pytest.mark.parametrize("domain_size", [0, 1])
+def test_slots_that_differ_are_refused_everywhere(domain_size: int) -> None:
+    """At once, by the rank whose table does not fit its slots, too; and the calls go on."""
+    bootstraps = ferry.threads(2)
+
+    def one(rank: int) -> None:
+        how = {"deadline": 20, "domain_size": domain_size}
+        with ferry.Collectives(bootstraps[rank], **how) as ranks:
+            experts, slots = torch.ones(2, 4), torch.zeros(1 + rank, 4)
+            table = [[2, 3], [-1, -1]]  # of rank 1, which has two slots
+            word = r"rank 0: \w+: table: got .*\[2\], 1 slots" if rank == 0 else "all_gather on rank 0"
+            for call, given in (
+                (ferry.torch.copy_experts, (experts, slots)),
+                (ferry.torch.reduce_experts, (slots, experts)),
+            ):
+                with pytest.raises(ferry.MismatchError, match=word):
+                    call(ranks, *given, table)
+            two = torch.zeros(2, 4)
+            ferry.torch.copy_experts(ranks, experts, two, table)
+            assert two.sum() == 8 * (1 - rank)
+            ranks.barrier()
+
+    run_threads(2, one)
+
+
 def test_what_is_refused() -> None:
     (bootstrap,) = ferry.threads(1)
     with ferry.Collectives(bootstrap) as ranks:
