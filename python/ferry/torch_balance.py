@@ -29,8 +29,8 @@ from ferry.errors import MismatchError
 from ferry.experts import BatchBalancer
 from ferry.group import Group
 from ferry.streams import device_name
-from ferry.torch_reductions import agree
 from ferry.tensors import view
+from ferry.torch_reductions import agree
 from ferry.torch_replicas import copy_experts, reduce_experts
 
 _steps = itertools.count(1)

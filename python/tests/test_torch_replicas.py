@@ -98,7 +98,9 @@ def test_slots_that_differ_are_refused_everywhere(domain_size: int) -> None:
         with ferry.Collectives(bootstraps[rank], **how) as ranks:
             experts, slots = torch.ones(2, 4), torch.zeros(1 + rank, 4)
             table = [[2, 3], [-1, -1]]  # of rank 1, which has two slots
-            word = r"rank 0: \w+: table: got .*\[2\], 1 slots" if rank == 0 else "all_gather on rank 0"
+            word = (
+                r"rank 0: \w+: table: got .*\[2\], 1 slots" if rank == 0 else "all_gather on rank 0"
+            )
             for call, given in (
                 (ferry.torch.copy_experts, (experts, slots)),
                 (ferry.torch.reduce_experts, (slots, experts)),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_ep.config import domains_of
 from deep_ep.errors import refuse, require
 from deep_ep.layout import ranks_of_tokens
 from ferry.tensors import storage_of
@@ -67,7 +68,13 @@ def check_routes(call: str, topk_idx: Any) -> None:
 
 
 def check_layout(
-    call: str, x: Tensor, per_rank: Any, in_rank: Any, per_expert: Any, num_ranks: int
+    call: str,
+    x: Tensor,
+    per_rank: Any,
+    per_domain: Any,
+    in_rank: Any,
+    per_expert: Any,
+    num_ranks: int,
 ) -> None:
     """What get_dispatch_layout returned, for these rows and ranks."""
     if per_rank is None or in_rank is None or per_expert is None:
@@ -79,6 +86,10 @@ def check_layout(
         )
     if not isinstance(per_rank, Tensor) or per_rank.shape != (num_ranks,):
         refuse(call, "num_tokens_per_rank", words(per_rank), f"shape {(num_ranks,)}")
+    if per_domain is not None and domains_of(num_ranks) > 1:  # else the original has none, either
+        hosts = (domains_of(num_ranks),)
+        if not isinstance(per_domain, Tensor) or per_domain.shape != hosts:
+            refuse(call, "num_tokens_per_rdma_rank", words(per_domain), f"shape {hosts}")
     wanted = (x.shape[0], num_ranks)
     if not isinstance(in_rank, Tensor) or in_rank.shape != wanted or in_rank.dtype != torch.bool:
         refuse(call, "is_token_in_rank", words(in_rank), f"torch.bool of shape {wanted}")

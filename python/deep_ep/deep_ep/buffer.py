@@ -9,7 +9,7 @@ import torch
 from deep_ep.buffers.base import Regroups
 from deep_ep.config import Config, combine_config, dispatch_config
 from deep_ep.environment import qp_depth
-from deep_ep.errors import refuse, require, require_integer
+from deep_ep.errors import refuse, require, require_integer, warn_once
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.low_latency import LowLatency
 from deep_ep.throughput import Throughput
@@ -33,8 +33,8 @@ class Buffer(Regroups, Throughput, LowLatency):
         enable_shrink: ranks that do not answer are masked in low-latency mode.
         comm: instead of group: a communicator of mpi4py, or what has Get_rank, Get_size and
             allgather as it has.
-        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: taken, and
-            without effect.
+        num_qps_per_rank, allow_mnnvl, use_fabric: without effect; docs/deep_ep_names.md says why.
+        allow_nvlink_for_low_latency_mode: False warns once: ranks of one host use it all the same.
         allow_nvlink_for_normal_mode: of a fork: True, as ranks of one host share memory. Where GPUs
             have no NVLink, that goes over PCIe.
     """
@@ -61,6 +61,10 @@ class Buffer(Regroups, Throughput, LowLatency):
         if not allow_nvlink_for_normal_mode:
             expected = "True: ranks of one host share memory, over PCIe where there is no NVLink"
             refuse("Buffer", "allow_nvlink_for_normal_mode", allow_nvlink_for_normal_mode, expected)
+        if not allow_nvlink_for_low_latency_mode:
+            name = "allow_nvlink_for_low_latency_mode"
+            warn_once("Buffer", name, False, "ranks of one host use NVLink where there is one")
+        require_integer("Buffer", "num_qps_per_rank", num_qps_per_rank, 0, "0 or more")
         num_nvl_bytes = _size("num_nvl_bytes", num_nvl_bytes)
         num_rdma_bytes = _size("num_rdma_bytes", num_rdma_bytes)
         self._meet(

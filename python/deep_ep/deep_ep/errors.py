@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from typing import Any, NoReturn
 
 
@@ -28,6 +29,17 @@ def require_integer(call: str, argument: str, value: Any, least: int | None, exp
         refuse(call, argument, repr(value), expected)
     require(least is None or number >= least, call, argument, value, expected)
     return number
+
+
+_warned: set[str] = set()
+
+
+def warn_once(call: str, argument: str, got: object, instead: str) -> None:
+    """Of what is asked for and not done, though the call's results are the same."""
+    text = f"{call}: {argument}: got {got}; {instead}"
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, stacklevel=4)
 
 
 def absent(owner: str, name: str) -> AttributeError:

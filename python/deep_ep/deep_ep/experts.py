@@ -79,6 +79,7 @@ class Experts(Regroups, Communicating):
         modes: tuple[bool, bool, bool, bool],
         num_allocated_qps: int,
         seconds: tuple[float, float],
+        sl_idx: int | None,
     ) -> None:
         """The constructors' share. sizes: num_max_tokens_per_rank, hidden, num_topk,
         use_fp8_dispatch. modes: deterministic, allow_hybrid_mode, allow_multiple_reduction,
@@ -100,7 +101,13 @@ class Experts(Regroups, Communicating):
             num_bytes = require_integer(call, "num_bytes", num_bytes, 0, expected)
             good = num_bytes % SIZE_STEP == 0 and num_bytes <= _MOST_BYTES
             require(good, call, "num_bytes", num_bytes, expected)
-        self._meet(group, memory_bytes=num_bytes or 0, deadline=min(seconds))
+        self._meet(
+            group,
+            memory_bytes=num_bytes or 0,
+            deadline=min(seconds),
+            crossing="automatic" if self.allow_hybrid_mode else "direct",
+            sl_idx=sl_idx,
+        )
         everyone = self._groups.everyone
         self.rank_idx, self.num_ranks = everyone.rank, everyone.size
         if num_bytes is None:

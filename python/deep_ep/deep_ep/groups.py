@@ -30,12 +30,17 @@ class Groups:
 
     bootstrap: how the ranks find each other, used here and not after. memory_bytes: what the first
     group on GPUs registers for tensors; the most that any rank says. seconds: that any wait may
-    take, unless FERRY_DEADLINE says it.
+    take, unless FERRY_DEADLINE says it. crossing: of exchanges between domains, as of a Group.
     """
 
     def __init__(
-        self, bootstrap: ferry.Bootstrap, memory_bytes: int, seconds: float | None = None
+        self,
+        bootstrap: ferry.Bootstrap,
+        memory_bytes: int,
+        seconds: float | None = None,
+        crossing: str = "automatic",
     ) -> None:
+        self._crossing = crossing
         self._deadline = deadline() if seconds is None else deadline(seconds)
         self._base = ferry.Group(
             bootstrap,
@@ -198,6 +203,7 @@ class Groups:
             memory_bytes=memory_bytes,
             backend="cuda" if on_gpu else "host",
             device=device if on_gpu else None,
+            crossing=self._crossing,
         )
 
     def _swap(self, row: torch.Tensor) -> torch.Tensor:

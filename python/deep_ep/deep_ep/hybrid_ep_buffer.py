@@ -35,7 +35,8 @@ class HybridEPBuffer(HybridExchange):
             there is no kernel of that kind.
         load_cached_kernels, use_shared_buffer, enable_custom_allgather: taken, and without effect:
             nothing is compiled, and Ferry chooses its memory.
-        num_of_hybrid_ep_ranks_per_nvlink_domain, use_mnnvl: deprecated; Ferry finds domains.
+        num_of_hybrid_ep_ranks_per_nvlink_domain, use_mnnvl: deprecated, as in the original, and
+            warn; Ferry finds domains.
     """
 
     def __init__(
@@ -58,6 +59,13 @@ class HybridEPBuffer(HybridExchange):
     ) -> None:
         super().__init__()
         call = "HybridEPBuffer"
+        for name, given in (
+            ("num_of_hybrid_ep_ranks_per_nvlink_domain", num_of_hybrid_ep_ranks_per_nvlink_domain),
+            ("use_mnnvl", use_mnnvl),
+        ):
+            if given is not None:
+                text = f"{call}: {name} is deprecated: the ranks that share memory are found"
+                warnings.warn(text, DeprecationWarning, stacklevel=2)
         for name, value, least in (
             ("hidden_dim", hidden_dim, 1),
             ("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0),
@@ -71,8 +79,8 @@ class HybridEPBuffer(HybridExchange):
             "num_of_blocks_permute": num_blocks_permute,
             "num_of_blocks_unpermute": num_blocks_unpermute,
         }
-        given = {name: value for name, value in blocks.items() if value is not None}
-        for name, value in given.items():
+        numbers = {name: value for name, value in blocks.items() if value is not None}
+        for name, value in numbers.items():
             require_integer(call, name, value, 0, "0 or more, or None")
         self._meet(group)
         everyone = self._groups.everyone
@@ -83,7 +91,7 @@ class HybridEPBuffer(HybridExchange):
         sizes = (hidden_dim, max_num_of_tokens_per_rank, num_local_experts)
         kind = "UINT8" if use_fp8 else "UINT16"
         whole = BufferConfig(*sizes, per_node, self.num_of_nodes, kind)
-        self.configurer = Configurer(whole, given)
+        self.configurer = Configurer(whole, numbers)
 
     def empty_jit_cache(self) -> None:
         """There is none: nothing is compiled at run time."""

@@ -137,6 +137,7 @@ class Throughput:
             call.name,
             rows,
             num_tokens_per_rank,
+            num_tokens_per_rdma_rank,
             is_token_in_rank,
             num_tokens_per_expert,
             self.group_size,

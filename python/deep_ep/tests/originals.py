@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import idle_arguments
 import torch
 
 HERE = Path(__file__).resolve().parent
@@ -180,7 +181,7 @@ def page(records: dict[str, Any]) -> str:
                 if differs is not None:
                     here = f"yes, but {differs['why']}"
                 text += f"| `{prefix}{name}` | {arguments} | {here} |\n"
-    return text
+    return text + idle_arguments.page()
 
 
 def main() -> None:

@@ -144,6 +144,9 @@ def test_deprecated_arguments_say_so() -> None:
             buffer.combine_with_unpermute(hidden=got[0], handle=got[4], num_dispatched_tokens=4)
 
     run_buffers(1, body, **HYBRID)
+    for name, given in (("use_mnnvl", False), ("num_of_hybrid_ep_ranks_per_nvlink_domain", 1)):
+        with pytest.warns(DeprecationWarning, match=f"HybridEPBuffer: {name} is deprecated"):
+            run_buffers(1, lambda _: None, **HYBRID, **{name: given})
 
 
 def test_routes_that_are_no_handles() -> None:

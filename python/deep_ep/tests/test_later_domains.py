@@ -22,6 +22,7 @@ from reference import arrived, make_job
 
 import deep_ep
 import ferry
+from deep_ep import errors
 
 REPLAYS = (
     *replay_vllm_v2.ALL,
@@ -42,6 +43,24 @@ def in_domains(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 @pytest.fixture(autouse=True)
 def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     in_domains(monkeypatch, 2)
+
+
+@pytest.mark.parametrize("kind", [deep_ep.ElasticBuffer, deep_ep.EPBuffer])
+@pytest.mark.parametrize(("hybrid", "crossing"), [(True, "hierarchical"), (False, "direct")])
+def test_how_tokens_cross(kind: Any, hybrid: bool, crossing: str) -> None:
+    """Without hybrid mode for each rank; and a service level, which nobody sets, warns once."""
+
+    def body(buffer: Any) -> None:
+        ids = torch.arange(4).expand(4, 4).contiguous()
+        x = torch.ones(4, 16).bfloat16()
+        handle = buffer.dispatch(x, topk_idx=ids, num_experts=4, num_max_tokens_per_rank=4)[3]
+        assert handle._exchange.plan.crossing() == crossing
+        assert torch.equal(buffer.combine(x.repeat(4, 1), handle)[0], 4 * x)
+
+    errors._warned.clear()
+    with pytest.warns(UserWarning, match=f"{kind.__name__}: sl_idx: got 7; the service") as said:
+        run_buffers(4, body, kind=kind, allow_hybrid_mode=hybrid, sl_idx=7)
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("replay", REPLAYS, ids=lambda replay: replay.__name__)

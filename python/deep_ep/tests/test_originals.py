@@ -1,13 +1,17 @@
 """Names, arguments and defaults are those of the originals' releases, as docs/deep_ep_names.json
-has them, or named there as missing."""
+has them, or named there as missing; and each argument does something, or docs/deep_ep_names.md says
+why not."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import idle_arguments
 import originals
 import pytest
+
+from deep_ep.errors import require_integer
 
 RECORDS: dict[str, Any] = json.loads(originals.RECORD.read_text())
 NAMES = list(originals.names(RECORDS))
@@ -61,3 +65,20 @@ def test_what_counts_as_a_difference() -> None:
 def test_how_arguments_are_read() -> None:
     (name, words), *_ = originals.read("def f(self, a: int, b: str = 'x', *, c=(1, 2)): pass")
     assert (name, words) == ("f", "a, b='x', *, c=(1, 2)")
+
+
+def test_arguments_that_change_nothing_are_named() -> None:
+    named = list(idle_arguments.listed())
+    assert len(named) == len(set(named))
+    assert sorted(idle_arguments.idle_arguments() - set(named)) == []
+    arguments = {argument for _, argument in named}
+    assert arguments == {one for _, words in idle_arguments.REASONS for one in words.split(", ")}
+
+
+def test_what_counts_as_doing_nothing() -> None:
+    def call(self: Any, read: int, checked: int, kept: int, unread: int, absent: int) -> int:
+        require_integer("call", "checked", checked, None, "any")
+        self.shown, self.hidden = kept, unread
+        return read
+
+    assert idle_arguments.idle_of(call, {"shown"}) == {"checked", "unread", "absent"}

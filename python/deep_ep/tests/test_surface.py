@@ -23,6 +23,7 @@ import deep_ep.utils
 import deep_ep_cpp
 import ferry
 from deep_ep import Buffer, Config, EventHandle, EventOverlap
+from deep_ep.errors import EPException
 
 
 def test_the_names_that_callers_import() -> None:
@@ -45,12 +46,14 @@ def test_the_dtype_of_routes_is_chosen_by_a_variable(
 ) -> None:
     from deep_ep import environment
 
-    monkeypatch.setenv("TOPK_IDX_BITS", bits)
-    if dtype is None:
-        with pytest.raises(ValueError, match="TOPK_IDX_BITS"):
-            environment.topk_idx_dtype()
-    else:
-        assert environment.topk_idx_dtype() == getattr(torch, dtype)
+    for name in ("TOPK_IDX_BITS", "EP_NUM_TOPK_IDX_BITS"):
+        monkeypatch.setenv(name, bits)
+        if dtype is None:
+            with pytest.raises(ValueError, match=f"^{name}: got '16'"):
+                environment.topk_idx_dtype()
+        else:
+            assert environment.topk_idx_dtype() == getattr(torch, dtype)
+        monkeypatch.setenv(name, "0" if name.startswith("EP_") else "64")
 
 
 def test_without_ferry_the_import_says_what_to_install() -> None:
@@ -221,8 +224,11 @@ def test_events() -> None:
     assert EventOverlap(EventHandle(), kept).extra_tensors is kept
 
 
-def test_attributes_that_callers_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attributes_that_callers_read(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("NVSHMEM_QP_DEPTH", "2048")
+    monkeypatch.setenv("EP_BUFFER_DEBUG", "1")
 
     def body(comm: ThreadComm) -> None:
         buffer = Buffer(None, 256, 384, True, 12, comm=comm, explicitly_destroy=True)
@@ -242,10 +248,17 @@ def test_attributes_that_callers_read(monkeypatch: pytest.MonkeyPatch) -> None:
         assert buffer.runtime is None and not runtime.is_available()
 
     run_ranks(3, body)
+    said = capfd.readouterr().out
+    assert "deep_ep: rank 2 of 3: Buffer: 1 domains, local, " in said and said.count("\n") == 3
 
 
 def test_ranks_of_two_hosts() -> None:
     def body(buffer: Any) -> None:
+        x, ids = torch.ones(2, 16).bfloat16(), torch.zeros(2, 1, dtype=torch.int64)
+        layout = list(buffer.get_dispatch_layout(ids, 16)[:4])
+        layout[1] = layout[1].repeat(2)
+        with pytest.raises(EPException, match=r"num_tokens_per_rdma_rank: .*expected shape \(2,\)"):
+            buffer.dispatch(x, None, layout[0], layout[1], layout[3], layout[2], ids)
         assert buffer.runtime.get_num_rdma_ranks() == 2
         assert buffer.runtime.get_rdma_rank() == buffer.rank // 8
         assert buffer.runtime.get_root_rdma_rank(True) == buffer.rank % 8

@@ -15,6 +15,7 @@ from throughput_calls import dispatched
 
 import deep_ep
 import ferry
+from deep_ep import errors
 from deep_ep.errors import EPException
 
 E4M3 = torch.float8_e4m3fn
@@ -253,6 +254,11 @@ def test_ranks_of_one_host_meet_over_no_network() -> None:
     with pytest.raises(EPException, match=words):
         deep_ep.Buffer(None, comm=comm, allow_nvlink_for_normal_mode=False)
     round_trip(deep_ep.Buffer(None, comm=comm, allow_nvlink_for_normal_mode=True), "cpu", 1)
+    errors._warned.clear()
+    with pytest.warns(UserWarning, match="allow_nvlink_for_low_latency_mode: got False") as said:
+        for _ in range(2):
+            deep_ep.Buffer(None, comm=comm, allow_nvlink_for_low_latency_mode=False)
+    assert len(said) == 1
 
 
 def test_destroy_wants_to_be_announced(capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,8 @@ import torch
 
 import ferry
 import ferry.torch
-from deep_ep.errors import absent, refuse_destroyed
+from deep_ep.environment import shows_buffers
+from deep_ep.errors import absent, refuse_destroyed, require_integer, warn_once
 from deep_ep.event import EventHandle
 from deep_ep.groups import Groups
 from deep_ep.runtime import Runtime
@@ -67,13 +68,27 @@ class BufferBase:
         nvl_bytes: int = 0,
         rdma_bytes: int = 0,
         deadline: float | None = None,
+        crossing: str = "automatic",
+        sl_idx: int | None = None,
     ) -> None:
         """Collective: the constructor's share. group, comm: as of `bootstrap_of`, used here and not
-        after. The bytes: as of `Groups` and of a `Runtime`."""
-        bootstrap = bootstrap_of(type(self).__name__, group, comm)
+        after. The bytes: as of `Groups` and of a `Runtime`. sl_idx: a service level, other than the
+        default."""
+        call = type(self).__name__
+        if sl_idx is not None:
+            require_integer(call, "sl_idx", sl_idx, 0, "0 or more, or None")
+        bootstrap = bootstrap_of(call, group, comm)
         self.group = group if group is not None else comm
-        self._groups = Groups(bootstrap, memory_bytes, deadline)
-        self.runtime = Runtime(self._groups.everyone, nvl_bytes, rdma_bytes)
+        self._groups = Groups(bootstrap, memory_bytes, deadline, crossing)
+        everyone = self._groups.everyone
+        self.runtime = Runtime(everyone, nvl_bytes, rdma_bytes)
+        if sl_idx is not None and everyone.domains > 1:
+            instead = "the service level is what libfabric's provider takes by itself"
+            warn_once(call, "sl_idx", sl_idx, instead)
+        if shows_buffers():
+            domains = f"{everyone.domains} domains, {everyone.fabric_name}"
+            held = f"{self._groups.memory_bytes()} bytes registered"
+            print(f"deep_ep: rank {everyone.rank} of {everyone.size}: {call}: {domains}, {held}")
 
     if not TYPE_CHECKING:
 

@@ -35,7 +35,7 @@ class BucketBuffer(BufferBase):
         group: a process group of torch.distributed, a communicator of mpi4py, or several.
         allocation_plan_or_num_bytes: a plan, whose tensors become views of the storage, or its
             bytes. It lies on the GPU once torch has used one, else in CPU memory.
-        sl_idx: None, or a service level, which is not used.
+        sl_idx: None, or a service level, which is not set: as of an `ElasticBuffer`.
         num_gpu_timeout_secs: bounds every wait, unless FERRY_DEADLINE does.
     """
 
@@ -54,7 +54,7 @@ class BucketBuffer(BufferBase):
         require(num_gpu_timeout_secs > 0, call, "num_gpu_timeout_secs", num_gpu_timeout_secs, "> 0")
         self.groups = list(group) if isinstance(group, (list, tuple)) else [group]
         require(len(self.groups) > 0, call, "group", "no group", "at least one")
-        self._meet(self.groups[0], deadline=num_gpu_timeout_secs)
+        self._meet(self.groups[0], deadline=num_gpu_timeout_secs, sl_idx=sl_idx)
         self.group = self.groups[0]
         self._others = [
             Groups(bootstrap_of(call, one), 0, num_gpu_timeout_secs) for one in self.groups[1:]

@@ -17,6 +17,8 @@ from deep_ep.pipeline import PipelineCalls
 
 __all__ = ["EPHandle", "ElasticBuffer"]
 
+_SERVICE_LEVEL = 3  # of InfiniBand, by default
+
 
 class ElasticBuffer(Experts, PipelineCalls, Gathering, EngramCalls):
     """R ranks that exchange tokens with experts, send tensors around a ring, and gather tensors.
@@ -28,15 +30,18 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering, EngramCalls):
         group: a process group of torch.distributed, of any backend, or a communicator of mpi4py.
             It is used here and not after.
         num_bytes: what to register at first for tensors, a multiple of 2 MiB; Ferry grows it when
-            it needs more. None: as `get_buffer_size_hint` says for the next four.
+            it needs more. None: a little; the attribute is then what `get_buffer_size_hint` says
+            for num_max_tokens_per_rank, hidden, num_topk and use_fp8_dispatch.
         num_cpu_bytes: the most that this rank's part of an Engram table may take, in CPU memory.
         num_max_tokens_per_rank: of a dispatch that does not say it.
         deterministic: results are the same in every run with False, too.
-        allow_hybrid_mode: what `get_logical_domain_size` counts.
+        allow_hybrid_mode: False: between domains each token crosses for each of its ranks, never
+            once for all of a domain; and `get_logical_domain_size` counts one group of all ranks.
         allow_multiple_reduction: expert-major rows of one rank are added up and rounded there; else
             their sums cross in f32 and are rounded once.
         prefer_overlap_with_compute: use fewer SMs where a call does not say how many.
-        sl_idx: a service level, and Ferry's ranks reach each other without InfiniBand: not used.
+        sl_idx: a service level of InfiniBand, which is not set: another than the default warns once
+            where ranks are of several domains.
         num_allocated_qps: the most that a call may ask for; 0: 129, or 17 without hybrid mode.
             There are no such queues.
         num_cpu_timeout_secs, num_gpu_timeout_secs: the smaller of both bounds every wait, unless
@@ -57,7 +62,7 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering, EngramCalls):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
         prefer_overlap_with_compute: bool = True,
-        sl_idx: int = 3,
+        sl_idx: int = _SERVICE_LEVEL,
         num_allocated_qps: int = 0,
         num_cpu_timeout_secs: int = 300,
         num_gpu_timeout_secs: int = 100,
@@ -67,6 +72,7 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering, EngramCalls):
         name = "num_cpu_bytes"
         self.num_cpu_bytes = require_integer("ElasticBuffer", name, num_cpu_bytes, 0, "0 or more")
         require_integer("ElasticBuffer", "sl_idx", sl_idx, 0, "0 or more")
+        is_default = sl_idx == _SERVICE_LEVEL
         self._open_experts(
             group,
             num_bytes,
@@ -79,6 +85,7 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering, EngramCalls):
             ),
             num_allocated_qps,
             (num_cpu_timeout_secs, num_gpu_timeout_secs),
+            None if is_default else sl_idx,
         )
 
     def _close(self) -> None:

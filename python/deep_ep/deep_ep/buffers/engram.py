@@ -30,7 +30,7 @@ class EngramBuffer(Communicating):
         num_allocated_qps, qp_depth, restrict_rd_atomic: of queues, which there are none of. The
             first is the most that a fetch may ask for.
         allow_hybrid_mode: what `get_logical_domain_size` counts.
-        sl_idx: None, or a service level, which is not used.
+        sl_idx: None, or a service level, which is not set: as of an `ElasticBuffer`.
         num_gpu_timeout_secs: bounds every wait, unless FERRY_DEADLINE does.
     """
 
@@ -55,7 +55,6 @@ class EngramBuffer(Communicating):
             ("num_rdma_storage_bytes", num_rdma_storage_bytes, 0),
             ("num_allocated_qps", num_allocated_qps, 1),
             ("qp_depth", qp_depth, 1),
-            ("sl_idx", 0 if sl_idx is None else sl_idx, 0),
         ):
             require_integer(call, name, value, least, f"{least} or more")
         expected = "True: no rank reads the GPU memory of another one by itself"
@@ -66,7 +65,7 @@ class EngramBuffer(Communicating):
         self.use_cpu_rdma_storage, self.allow_hybrid_mode = True, allow_hybrid_mode
         self.num_allocated_qps, self.qp_depth = num_allocated_qps, qp_depth
         self.restrict_rd_atomic = restrict_rd_atomic
-        self._meet(group, deadline=seconds)
+        self._meet(group, deadline=seconds, sl_idx=sl_idx)
         self.rank_idx, self.num_ranks = self._groups.everyone.rank, self._groups.everyone.size
         self._tables: Tables | None = None
 

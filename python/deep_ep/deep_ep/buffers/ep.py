@@ -11,7 +11,7 @@ import ferry
 from deep_ep.balancing import Balancing
 from deep_ep.buffers.allocator import BufferAllocator, planned_bytes
 from deep_ep.ep_handle import EPHandle
-from deep_ep.errors import require, require_integer
+from deep_ep.errors import require
 from deep_ep.event import EventOverlap
 from deep_ep.experts import Experts, Routes, When
 from deep_ep.gradients import without_gradients
@@ -29,7 +29,7 @@ class EPBuffer(Experts, Balancing):
         lb_allocation_plan_or_num_bytes: the region of tensors that hold copies of experts: a plan,
             whose tensors become views of it, or a multiple of 2 MiB; 0: there is none. It lies on
             the GPU once torch has used one, else in CPU memory.
-        sl_idx: None, or a service level, which is not used.
+        sl_idx: None, or a service level: as there.
     """
 
     def __init__(
@@ -55,8 +55,6 @@ class EPBuffer(Experts, Balancing):
         name = "lb_allocation_plan_or_num_bytes"
         plan, region = planned_bytes("EPBuffer", name, lb_allocation_plan_or_num_bytes)
         require(region % SIZE_STEP == 0, "EPBuffer", name, region, f"a multiple of {SIZE_STEP}")
-        if sl_idx is not None:
-            require_integer("EPBuffer", "sl_idx", sl_idx, 0, "0 or more, or None")
         self.num_lb_bytes = region
         self._open_experts(
             group,
@@ -70,6 +68,7 @@ class EPBuffer(Experts, Balancing):
             ),
             num_allocated_qps,
             (num_cpu_timeout_secs, num_gpu_timeout_secs),
+            sl_idx,
         )
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         device = torch.device("cuda" if on_gpu else "cpu")

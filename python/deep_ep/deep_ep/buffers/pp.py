@@ -19,7 +19,7 @@ class PPBuffer(BufferBase):
         group: a process group of torch.distributed, or a communicator of mpi4py; a ring.
         num_max_tensor_bytes: the most bytes of a tensor.
         num_max_inflight_tensors: how many to a neighbour may wait for their receives.
-        sl_idx: None, or a service level, which is not used.
+        sl_idx: None, or a service level, which is not set: as of an `ElasticBuffer`.
         num_gpu_timeout_secs: bounds every wait, unless FERRY_DEADLINE does.
     """
 
@@ -35,7 +35,7 @@ class PPBuffer(BufferBase):
         super().__init__(explicitly_destroy)
         seconds = num_gpu_timeout_secs
         require(seconds > 0, "PPBuffer", "num_gpu_timeout_secs", seconds, "more than 0")
-        self._meet(group, deadline=seconds)
+        self._meet(group, deadline=seconds, sl_idx=sl_idx)
         self._pipeline = Pipeline(self._groups, num_max_tensor_bytes, num_max_inflight_tensors)
 
     @without_gradients
