@@ -85,11 +85,12 @@ class EPHandle:
     expert_alignment: int
     num_max_tokens_per_rank: int
     num_sms: int
-    token_metadata_at_forward: Tensor | None
-    channel_linked_list: Tensor | None
+    token_metadata_at_forward: Tensor | None = None
+    channel_linked_list: Tensor | None = None
+    cached_recv_src_metadata_before_sort: Tensor | None = None
     arrived: Arrived
     _exchange: Exchange
-    _ready: EventHandle | None
+    _ready: EventHandle | None = None
 
     def __init__(
         self,
@@ -113,7 +114,6 @@ class EPHandle:
         given = dict(locals())
         del given["self"]
         self.__dict__.update(given, ids_dtype=topk_idx.dtype)
-        self.cached_recv_src_metadata_before_sort: Tensor | None = None
         # Put together anew from the fields of one: known by the memory of this one.
         origin = getattr(recv_src_metadata.untyped_storage(), "_ferry_origin", None)
         if origin is not None:
@@ -125,9 +125,7 @@ class EPHandle:
         plan's own show it. What has arrived must be ready on the current stream."""
         self = cls.__new__(cls)
         fields = self.__dict__ = settings
-        fields["token_metadata_at_forward"] = fields["channel_linked_list"] = None
-        fields["cached_recv_src_metadata_before_sort"] = None
-        fields["_exchange"], fields["arrived"], fields["_ready"] = exchange, arrived, None
+        fields["_exchange"], fields["arrived"] = exchange, arrived
         return self
 
     def after(self, event: EventHandle | None) -> None:

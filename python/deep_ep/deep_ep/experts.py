@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from deep_ep.buffers.base import Communicating, Regroups
 from deep_ep.call import Call, column_major, with_scales
 from deep_ep.ep_handle import Arrived, EPHandle, exchange_of, worst_rows
 from deep_ep.errors import refuse, require, require_integer
+from deep_ep.gradients import without_gradients
 from deep_ep.handles import Exchange
 from deep_ep.sizes import SIZE_STEP, buffer_bytes, size_hint, theoretical_sms
 from deep_ep.streams import Turn, event_of
@@ -45,7 +47,10 @@ class When(NamedTuple):
         )
 
 
-_AT_ONCE = When()
+AT_ONCE = When()
+_F32 = torch.float32
+_MOST_KNOWN = 64  # settings that were checked
+_HERE: AbstractContextManager[Any] = nullcontext()
 _NOT_SAID = (None, None, None)
 
 
@@ -119,7 +124,8 @@ class Experts(Regroups, Communicating):
         )
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self._sms: dict[tuple[int, int], int] = {}
-        self._at_once = _AT_ONCE.turn(call, self.runtime, torch.device("cpu"))
+        self._known: dict[Any, dict[str, Any]] = {}
+        self._at_once = AT_ONCE.turn(call, self.runtime, torch.device("cpu"))
 
     def get_physical_domain_size(self) -> tuple[int, int]:
         """Groups of ranks that share memory, and the ranks of one."""
@@ -191,6 +197,7 @@ class Experts(Regroups, Communicating):
         least = 4 if self.prefer_overlap_with_compute else 24
         return theoretical_sms(call, links, (sm_read_gbs, sm_write_gbs), least)
 
+    @without_gradients
     def _dispatch(self, x: Any, routes: Routes, num_sms: int, num_qps: int, when: When) -> Any:
         call = "dispatch"
         rows, scales = arguments.rows_and_scales(call, x)
@@ -205,30 +212,33 @@ class Experts(Regroups, Communicating):
             exchange = exchange_of(call, cached)
             _check_cached(routes, cached, rows)
             settings = cached.__dict__
-        if routes.topk_weights is not None:
+        weights = routes.topk_weights
+        if weights is not None:
             plan = None if cached is None else exchange.plan
             shape = routes.topk_idx.shape if plan is None else (plan.tokens, plan.topk)
-            arguments.check_weights(call, routes.topk_weights, *shape)
+            if type(weights) is not Tensor or weights.dtype != _F32 or weights.shape != shape:
+                arguments.check_weights(call, weights, *shape)
         self._check_qps(call, num_qps)
         turn = self._turn(call, when, rows)
-        sms = _whole(call, "num_sms", num_sms, 0) or settings["num_sms"]
+        sms = settings["num_sms"]
+        if cached is not None:
+            sms = _whole(call, "num_sms", num_sms, 0) or sms
         how: dict[str, Any] = {"stream": turn.stream, "num_sms": sms, "scales": carried}
         if routes.do_expand:
             how["order"], how["alignment"] = "expert_major", settings["expert_alignment"]
-            how["row_weights"] = routes.topk_weights is not None
-        under = Call(call, turn, 0, how)
+            how["row_weights"] = weights is not None
         sent = arguments.carried_rows(rows)
         if cached is None:
-            return self._first(under, sent, routes, settings, (rows.dtype, scales))
+            return self._first(turn, how, sent, routes, settings, (rows.dtype, scales))
         received = exchange.group.dispatch(
             sent,
             exchange.plan,
-            topk_weights=routes.topk_weights,
+            topk_weights=weights,
             max_recv_rows=exchange.max_recv_rows,
             **how,
         )
         x = with_scales(received, rows.dtype, scales)
-        return self._received(under, received, cached, routes, x)
+        return self._received(turn, received, cached, routes, x)
 
     def _settings(self, routes: Routes, rows: Tensor, num_sms: int) -> dict[str, Any]:
         """The handle's fields that the arguments say."""
@@ -238,30 +248,43 @@ class Experts(Regroups, Communicating):
         tokens, (given, topk) = rows.shape[0], ids.shape
         if given != tokens:
             refuse(call, "topk_idx", tuple(ids.shape), f"{tokens} rows, as x")
-        if routes.num_experts is None:
-            refuse(call, "num_experts", "None", "the number of experts, or a handle")
-        experts = _whole(call, "num_experts", routes.num_experts, 1)
         most = routes.num_max_tokens_per_rank
         if most is None:
             most = self.num_max_tokens_per_rank
-        most = _whole(call, "num_max_tokens_per_rank", most, 0)
-        if most < tokens:
+        said = (routes.num_experts, most, routes.expert_alignment, num_sms)
+        # True is 1, but no number of experts.
+        key = (said, tuple(map(type, said)), routes.do_expand, topk, ids.dtype)
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            found = self._known[key] = self._checked(*said)
+            found["do_expand"], found["ids_dtype"] = bool(routes.do_expand), ids.dtype
+            found["num_sms"] = found["num_sms"] or self._sms_of(
+                found["num_experts"], min(topk, found["num_experts"])
+            )
+        if found["num_max_tokens_per_rank"] < tokens:
             expected = f"at least {tokens}, the tokens of this rank"
             refuse(call, "num_max_tokens_per_rank", most, expected)
-        step = 1 if routes.expert_alignment is None else routes.expert_alignment
-        sms = _whole(call, "num_sms", num_sms, 0)
+        return found.copy()
+
+    @staticmethod
+    def _checked(experts: Any, most: Any, alignment: Any, num_sms: Any) -> dict[str, Any]:
+        call = "dispatch"
+        if experts is None:
+            refuse(call, "num_experts", "None", "the number of experts, or a handle")
+        step = 1 if alignment is None else alignment
         return {
-            "do_expand": bool(routes.do_expand),
-            "num_experts": experts,
+            "num_experts": _whole(call, "num_experts", experts, 1),
+            "num_max_tokens_per_rank": _whole(call, "num_max_tokens_per_rank", most, 0),
             "expert_alignment": _whole(call, "expert_alignment", step, 1),
-            "num_max_tokens_per_rank": most,
-            "num_sms": sms or self._sms_of(experts, min(topk, experts)),
-            "ids_dtype": ids.dtype,
+            "num_sms": _whole(call, "num_sms", num_sms, 0),
         }
 
     def _first(
         self,
-        call: Call,
+        turn: Turn,
+        how: dict[str, Any],
         sent: Tensor,
         routes: Routes,
         settings: dict[str, Any],
@@ -279,35 +302,35 @@ class Experts(Regroups, Communicating):
                 worst = worst_rows(group.size, most, ids.shape[1], group.local_experts, step)
             worst = max(worst, 1)
         received = group.dispatch(
-            sent, topk_idx=ids, topk_weights=routes.topk_weights, max_recv_rows=worst, **call.how
+            sent, topk_idx=ids, topk_weights=routes.topk_weights, max_recv_rows=worst, **how
         )
         on_gpu, plan = sent.is_cuda, received.plan
         assert plan is not None
         captured = on_gpu and torch.cuda.is_current_stream_capturing()
         x = with_scales(received, *given)
-        rows = len(x[0]) if isinstance(x, tuple) else len(x)
+        rows = (x[0] if isinstance(x, tuple) else x).shape[0]
         exchange = Exchange(group, plan, 0, rows, worst_case=not exact, captured=captured)
         if not routes.do_handle_copy:
             settings["topk_idx"] = ids
         elif on_gpu:  # in CPU memory the plan has them
-            with call.turn.context(ids):
+            with turn.context(ids):
                 settings["topk_idx"] = ids.clone()
         arrived = Arrived(received.raw, plan, routes.do_expand, on_gpu)
         handle = EPHandle.of(exchange, settings, arrived)
-        return self._received(call, received, handle, routes, x)
+        return self._received(turn, received, handle, routes, x)
 
-    def _received(self, call: Call, received: Any, handle: EPHandle, routes: Routes, x: Any) -> Any:
+    def _received(self, turn: Turn, received: Any, handle: EPHandle, routes: Routes, x: Any) -> Any:
         """What the call returns. x: the rows, with their scales if there are any."""
         raw = received.raw
         weights = found_ids = None
         if routes.topk_weights is not None:
             weights = tensor_of(raw.row_weights if routes.do_expand else raw.topk_weights)
-        turn = call.turn
-        with turn.context(routes.stats):
+        stats = routes.stats
+        with _HERE if turn.stream is None else turn.context(stats):
             if not routes.do_expand:
                 found_ids = _own_ids(raw, handle.__dict__["ids_dtype"])
-            if routes.stats is not None:
-                self._count(routes.stats, handle.arrived.topk_idx, handle._exchange)
+            if stats is not None:
+                self._count(stats, handle.arrived.topk_idx, handle._exchange)
             if routes.col_major_scales and isinstance(x, tuple):
                 x = (x[0], column_major(x[1]))
         if turn.stream is None:
@@ -315,7 +338,7 @@ class Experts(Regroups, Communicating):
         names = ("x", "scales", "topk_weights", "topk_idx", "source_token", "slot_rows")
         kept = handle.__dict__.get("topk_idx")
         made = (weights, found_ids, kept, x[1] if isinstance(x, tuple) else None)
-        event = call.end(handle._exchange.group, received, names, made)
+        event = Call("dispatch", turn, 0, {}).end(handle._exchange.group, received, names, made)
         if routes.handle is None:
             handle.after(event.event)
         return x, found_ids, weights, handle, event
@@ -328,6 +351,7 @@ class Experts(Regroups, Communicating):
         arguments.check_memory("dispatch", **{name: stats})
         stats.add_(ferry.torch.expert_rows(ids, local))
 
+    @without_gradients
     def _combine(
         self,
         x: Tensor,
@@ -385,8 +409,8 @@ class Experts(Regroups, Communicating):
         return summed, back, event
 
     def _turn(self, call: str, when: When, rows: Tensor) -> Turn:
-        """Calls without events, on the current stream, share one."""
-        if when == _AT_ONCE and self.runtime is not None:
+        """Calls at once share one."""
+        if when is AT_ONCE and self.runtime is not None:
             return self._at_once
         return when.turn(call, self.runtime, rows.device)
 

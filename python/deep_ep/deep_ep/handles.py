@@ -32,6 +32,8 @@ class Exchange:
     every replay is another exchange.
     """
 
+    __slots__ = ("_sums", "captured", "channels", "group", "max_recv_rows", "plan", "rows")
+
     def __init__(
         self,
         group: ferry.Group,

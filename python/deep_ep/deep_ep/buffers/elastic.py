@@ -10,9 +10,8 @@ from deep_ep.engram import EngramCalls
 from deep_ep.ep_handle import EPHandle
 from deep_ep.errors import require_integer
 from deep_ep.event import EventOverlap
-from deep_ep.experts import Experts, Routes, When
+from deep_ep.experts import AT_ONCE, Experts, Routes, When
 from deep_ep.gathering import Gathering
-from deep_ep.gradients import without_gradients
 from deep_ep.pipeline import PipelineCalls
 
 __all__ = ["EPHandle", "ElasticBuffer"]
@@ -99,7 +98,6 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering, EngramCalls):
         ranks. Ranks of several hosts meet in one step, whatever `sequential` says."""
         self._barrier(use_comm_stream, with_cpu_sync)
 
-    @without_gradients
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -164,7 +162,7 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering, EngramCalls):
             do_zero_padding,
             use_tma_aligned_col_major_sf,
         )
-        when = When(
+        when = _when(
             previous_event,
             previous_event_before_epilogue,
             async_with_compute_stream,
@@ -173,7 +171,6 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering, EngramCalls):
         found: tuple[Any, ...] = self._dispatch(x, routes, num_sms, num_qps, when)
         return found
 
-    @without_gradients
     def combine(
         self,
         x: Tensor,
@@ -198,7 +195,7 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering, EngramCalls):
 
         Returns combined_x [T, H], combined_topk_weights f32 [T, K] or None, and the event.
         """
-        when = When(
+        when = _when(
             previous_event,
             previous_event_before_epilogue,
             async_with_compute_stream,
@@ -208,3 +205,9 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering, EngramCalls):
             x, handle, topk_weights, bias, num_sms, num_qps, when
         )
         return found
+
+
+def _when(previous: Any, before_epilogue: Any, asynchronous: bool, allocates: bool) -> When:
+    if previous is None and before_epilogue is None and not asynchronous and not allocates:
+        return AT_ONCE
+    return When(previous, before_epilogue, asynchronous, allocates)

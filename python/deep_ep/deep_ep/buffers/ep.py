@@ -11,10 +11,9 @@ import ferry
 from deep_ep.balancing import Balancing
 from deep_ep.buffers.allocator import BufferAllocator, planned_bytes
 from deep_ep.ep_handle import EPHandle
-from deep_ep.errors import require
+from deep_ep.errors import refuse, require
 from deep_ep.event import EventOverlap
-from deep_ep.experts import Experts, Routes, When
-from deep_ep.gradients import without_gradients
+from deep_ep.experts import AT_ONCE, Experts, Routes, When
 from deep_ep.sizes import SIZE_STEP
 
 __all__ = ["EPBuffer", "EPHandle"]
@@ -101,7 +100,6 @@ class EPBuffer(Experts, Balancing):
         require(context_idx in (None, 0), "barrier", "context_idx", context_idx, "None or 0")
         self._barrier(wait_comm_stream, with_cpu_sync)
 
-    @without_gradients
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -132,8 +130,10 @@ class EPBuffer(Experts, Balancing):
         waits for the counts.
         """
         call = "dispatch"
-        require(not do_handle_copy, call, "do_handle_copy", True, "False: nothing is copied")
-        _check_deferred(call, defer_epilogue, async_with_compute_stream)
+        if do_handle_copy:
+            refuse(call, "do_handle_copy", True, "False: nothing is copied")
+        if defer_epilogue:
+            _check_deferred(call, async_with_compute_stream)
         routes = Routes(
             topk_idx,
             topk_weights,
@@ -148,14 +148,16 @@ class EPBuffer(Experts, Balancing):
             do_zero_padding,
             use_tma_aligned_col_major_sf,
         )
-        when = When(previous_event, None, async_with_compute_stream, allocate_on_comm_stream)
-        *found, event = self._dispatch(x, routes, num_sms, num_qps, when)
+        when = AT_ONCE
+        if previous_event is not None or async_with_compute_stream or allocate_on_comm_stream:
+            when = When(previous_event, None, async_with_compute_stream, allocate_on_comm_stream)
+        made = self._dispatch(x, routes, num_sms, num_qps, when)
         if not defer_epilogue:
-            return (*found, event)
+            return made
+        *found, event = made
         event.register_hook_after_wait(lambda: tuple(found))
         return event
 
-    @without_gradients
     def combine(
         self,
         x: Tensor,
@@ -174,8 +176,11 @@ class EPBuffer(Experts, Balancing):
         defer_epilogue: needs async_with_compute_stream; returns the event alone, whose `wait()`
         returns the first two results. A bias is read then; the sums cross in f32 for that.
         """
-        _check_deferred("combine", defer_epilogue, async_with_compute_stream)
-        when = When(previous_event, None, async_with_compute_stream, allocate_on_comm_stream)
+        if defer_epilogue:
+            _check_deferred("combine", async_with_compute_stream)
+        when = AT_ONCE
+        if previous_event is not None or async_with_compute_stream or allocate_on_comm_stream:
+            when = When(previous_event, None, async_with_compute_stream, allocate_on_comm_stream)
         found: Any = self._combine(
             x, handle, topk_weights, bias, num_sms, num_qps, when, defer_epilogue
         )
@@ -186,6 +191,6 @@ class EPBuffer(Experts, Balancing):
         return self._groups.collectives(device)
 
 
-def _check_deferred(call: str, deferred: bool, asynchronous: bool) -> None:
+def _check_deferred(call: str, asynchronous: bool) -> None:
     expected = "async_with_compute_stream=True beside it"
-    require(asynchronous or not deferred, call, "defer_epilogue", True, expected)
+    require(asynchronous, call, "defer_epilogue", True, expected)
