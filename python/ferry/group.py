@@ -359,6 +359,39 @@ class Group:
         self._record(topk_idx)
         return Received(place.finished(raw), like, out)
 
+    @ranged("ferry.dispatch")
+    def _dispatch_checked(
+        self,
+        x: Any,
+        plan: _ferry.Plan | None,
+        topk_idx: Any,
+        topk_weights: Any,
+        scales: Any,
+        layout: tuple[_ferry.RowOrder, int, bool, int],
+        stream: Any,
+        num_sms: int,
+    ) -> Received[Any]:
+        """`dispatch` for interfaces on top of it, which have checked all but the arrays: numbers
+        are in their range. layout: order, alignment, row_weights and max_recv_rows."""
+        place = self._streams.place("dispatch", stream, x)
+        x_view, like = view("dispatch: x", x, place=place)
+        raw = self._raw.dispatch(
+            x_view,
+            plan,
+            optional_view("dispatch: topk_idx", topk_idx, expected=ROUTE_DTYPES, place=place),
+            optional_view("dispatch: topk_weights", topk_weights, expected="f32", place=place),
+            optional_view("dispatch: scales", scales, expected="f32", place=place),
+            _ferry.WireFormat.as_is,
+            _ferry.ScaleFormat.f32,
+            *layout,
+            None,
+            place.stream,
+            num_sms,
+            _ferry.Crossing.automatic,
+        )
+        self._record(topk_idx)
+        return Received(place.finished(raw), like)
+
     @ranged("ferry.combine", sms="num_sms")
     def combine(
         self,

@@ -34,7 +34,8 @@ def ranged(name: str, **names: str) -> Callable[[Callable[P, T]], Callable[P, T]
 
         @functools.wraps(function)
         def call(*args: P.args, **keywords: P.kwargs) -> T:
-            take_new_names(called, names, keywords)
+            if names:
+                take_new_names(called, names, keywords)
             profiler: Any = sys.modules.get("torch.autograd.profiler")
             if profiler is not None and profiler._is_profiler_enabled:
                 with profiler.record_function(name):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from ferry._ferry import RowOrder
 from torch import Tensor
 
 import ferry.torch
@@ -19,6 +19,7 @@ from deep_ep.gradients import without_gradients
 from deep_ep.handles import Exchange
 from deep_ep.sizes import SIZE_STEP, buffer_bytes, size_hint, theoretical_sms
 from deep_ep.streams import Turn, event_of
+from ferry.arguments import INT32_MAX
 
 _MOST_BYTES = 1 << 62
 _QPS = {False: 17, True: 129}  # that the original allocates, by allow_hybrid_mode
@@ -49,8 +50,8 @@ class When(NamedTuple):
 
 AT_ONCE = When()
 _F32 = torch.float32
+_IDS = (torch.int64, torch.int32)
 _MOST_KNOWN = 64  # settings that were checked
-_HERE: AbstractContextManager[Any] = nullcontext()
 _NOT_SAID = (None, None, None)
 
 
@@ -200,7 +201,7 @@ class Experts(Regroups, Communicating):
     @without_gradients
     def _dispatch(self, x: Any, routes: Routes, num_sms: int, num_qps: int, when: When) -> Any:
         call = "dispatch"
-        rows, scales = arguments.rows_and_scales(call, x)
+        rows, scales = arguments.rows_and_scales(call, x) if isinstance(x, tuple) else (x, None)
         arguments.check_rows(call, "x", rows)
         carried = None if scales is None else arguments.carried_scales(call, rows, scales)
         if routes.do_zero_padding and not routes.do_expand:
@@ -220,22 +221,13 @@ class Experts(Regroups, Communicating):
                 arguments.check_weights(call, weights, *shape)
         self._check_qps(call, num_qps)
         turn = self._turn(call, when, rows)
-        sms = settings["num_sms"]
-        if cached is not None:
-            sms = _whole(call, "num_sms", num_sms, 0) or sms
-        how: dict[str, Any] = {"stream": turn.stream, "num_sms": sms, "scales": carried}
-        if routes.do_expand:
-            how["order"], how["alignment"] = "expert_major", settings["expert_alignment"]
-            how["row_weights"] = weights is not None
         sent = arguments.carried_rows(rows)
         if cached is None:
-            return self._first(turn, how, sent, routes, settings, (rows.dtype, scales))
-        received = exchange.group.dispatch(
-            sent,
-            exchange.plan,
-            topk_weights=weights,
-            max_recv_rows=exchange.max_recv_rows,
-            **how,
+            return self._first(turn, sent, routes, settings, (rows.dtype, scales, carried))
+        layout = _layout(routes, settings, exchange.max_recv_rows)
+        sms = _whole(call, "num_sms", num_sms, 0) or settings["num_sms"]
+        received = exchange.group._dispatch_checked(
+            sent, exchange.plan, None, weights, carried, layout, turn.stream, sms
         )
         x = with_scales(received, rows.dtype, scales)
         return self._received(turn, received, cached, routes, x)
@@ -243,7 +235,8 @@ class Experts(Regroups, Communicating):
     def _settings(self, routes: Routes, rows: Tensor, num_sms: int) -> dict[str, Any]:
         """The handle's fields that the arguments say."""
         call, ids = "dispatch", routes.topk_idx
-        arguments.check_routes(call, ids)
+        if type(ids) is not Tensor or ids.dtype not in _IDS or ids.dim() != 2:
+            arguments.check_routes(call, ids)
         assert ids is not None
         tokens, (given, topk) = rows.shape[0], ids.shape
         if given != tokens:
@@ -284,13 +277,12 @@ class Experts(Regroups, Communicating):
     def _first(
         self,
         turn: Turn,
-        how: dict[str, Any],
         sent: Tensor,
         routes: Routes,
         settings: dict[str, Any],
-        given: tuple[torch.dtype, Tensor | None],
+        given: tuple[torch.dtype, Tensor | None, Tensor | None],
     ) -> Any:
-        """A dispatch of new routes. given: dtype and scales of x."""
+        """A dispatch of new routes. given: dtype and scales of x, and these as Ferry takes them."""
         ids, exact = routes.topk_idx, routes.do_cpu_sync is None or routes.do_cpu_sync
         assert ids is not None
         group = self._group_for(settings["num_experts"], sent.device)
@@ -301,13 +293,15 @@ class Experts(Regroups, Communicating):
                 step = settings["expert_alignment"]
                 worst = worst_rows(group.size, most, ids.shape[1], group.local_experts, step)
             worst = max(worst, 1)
-        received = group.dispatch(
-            sent, topk_idx=ids, topk_weights=routes.topk_weights, max_recv_rows=worst, **how
+        weights, layout = routes.topk_weights, _layout(routes, settings, worst)
+        dtype, scales, carried = given
+        received = group._dispatch_checked(
+            sent, None, ids, weights, carried, layout, turn.stream, settings["num_sms"]
         )
         on_gpu, plan = sent.is_cuda, received.plan
         assert plan is not None
         captured = on_gpu and torch.cuda.is_current_stream_capturing()
-        x = with_scales(received, *given)
+        x = with_scales(received, dtype, scales)
         rows = (x[0] if isinstance(x, tuple) else x).shape[0]
         exchange = Exchange(group, plan, 0, rows, worst_case=not exact, captured=captured)
         if not routes.do_handle_copy:
@@ -325,13 +319,17 @@ class Experts(Regroups, Communicating):
         weights = found_ids = None
         if routes.topk_weights is not None:
             weights = tensor_of(raw.row_weights if routes.do_expand else raw.topk_weights)
-        stats = routes.stats
-        with _HERE if turn.stream is None else turn.context(stats):
+        stats, turns = routes.stats, routes.col_major_scales and isinstance(x, tuple)
+        if turn.stream is None and stats is None and not turns:  # as most calls do
+            if not routes.do_expand:
+                found_ids = _own_ids(raw, handle.__dict__["ids_dtype"])
+            return x, found_ids, weights, handle, turn.end()
+        with turn.context(stats):
             if not routes.do_expand:
                 found_ids = _own_ids(raw, handle.__dict__["ids_dtype"])
             if stats is not None:
                 self._count(stats, handle.arrived.topk_idx, handle._exchange)
-            if routes.col_major_scales and isinstance(x, tuple):
+            if turns:
                 x = (x[0], column_major(x[1]))
         if turn.stream is None:
             return x, found_ids, weights, handle, turn.end()
@@ -463,8 +461,18 @@ def _rounded(sums: Tensor, both: tuple[Tensor | None, Tensor | None], dtype: tor
     return sums.to(dtype)
 
 
+def _layout(routes: Routes, settings: dict[str, Any], max_recv_rows: int) -> tuple[Any, ...]:
+    """As `Group` takes it."""
+    if not routes.do_expand:
+        return RowOrder.rank_major, 1, False, max_recv_rows
+    weighted = routes.topk_weights is not None
+    return RowOrder.expert_major, settings["expert_alignment"], weighted, max_recv_rows
+
+
 def _whole(call: str, name: str, value: Any, least: int) -> int:
-    """An integer of at least that; the words are made where it is none."""
-    if type(value) is int and value >= least:
+    """An integer of at least that and of 31 bits; the words are made where it is none."""
+    if type(value) is int and least <= value <= INT32_MAX:
         return value
-    return require_integer(call, name, value, least, f"{least} or more")
+    number = require_integer(call, name, value, least, f"{least} or more")
+    require(number <= INT32_MAX, call, name, value, f"{least} to {INT32_MAX}")
+    return number
