@@ -24,7 +24,7 @@ from low_latency_reference import Batch, factor, nvfp4, nvfp4_values
 
 import ferry
 
-TOKENS = [5, 0, CAPACITY, 1, 7, 3, 2, 9]
+TOKENS = 2 * [5, 0, CAPACITY, 1, 7, 3, 2, 9]
 BF16 = FORMATS["bf16"]
 LATE = 0.05  # seconds
 

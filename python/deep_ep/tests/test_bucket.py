@@ -38,26 +38,32 @@ class Part:
         return [whole[member] for member in self.members]
 
 
-def test_several_groups_share_the_storage() -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_several_groups_share_the_storage(size: int) -> None:
+    """All ranks, and the halves."""
+    half = max(size // 2, 1)
+
     def body(comm: ThreadComm) -> None:
         rank = comm.Get_rank()
-        pair = Part(comm, [0, 1] if rank < 2 else [2, 3])
+        members = list(range(rank // half * half, (rank // half + 1) * half))
+        pair = Part(comm, members)
         buffer = deep_ep.BucketBuffer([comm, pair], 1 << 12, 3, num_gpu_timeout_secs=20)
         x = buffer.storage[:64].view(torch.float32)
         x.fill_(rank + 1)
-        assert buffer.all_reduce(x, group=pair).wait()[0] == (3 if rank < 2 else 7)
-        assert buffer.all_reduce(x, group=comm).wait()[0] == 20
-        assert buffer.reduce_scatter(x, group=pair, num_sms=2).wait().tolist() == [40.0] * 8
-        x[:4].fill_(rank)
-        whole = x.view(2, -1)
+        assert buffer.all_reduce(x, group=pair).wait()[0] == sum(members) + half
+        total = half * (size * (size + 1) // 2)
+        assert buffer.all_reduce(x, group=comm).wait()[0] == total
+        block = buffer.reduce_scatter(x, group=pair, num_sms=2).wait()
+        assert block.tolist() == [float(half * total)] * (16 // half)
+        whole = x.view(half, -1)
         whole[pair.Get_rank()].fill_(rank)
         gathered = buffer.all_gather(whole[pair.Get_rank()], group=pair).wait()
-        assert gathered.view(2, -1)[:, 0].tolist() == ([0, 1] if rank < 2 else [2, 3])
+        assert gathered.view(half, -1)[:, 0].tolist() == members
         assert buffer.get_theoretical_num_sms("reduce_scatter", group=pair) == 0
         buffer.print_memory_usage()
         buffer.barrier(False, True, False, pair)
         assert [buffer.get_context_idx(one) for one in (comm, pair)] == [0, 1]
-        assert [one.get_physical_domain_size() for one in buffer.contexts] == [(1, 4), (1, 2)]
+        assert [one.get_physical_domain_size() for one in buffer.contexts] == [(1, size), (1, half)]
         with pytest.raises(EPException, match="group: got None; expected one of the groups"):
             buffer.all_reduce(x)
         with pytest.raises(EPException, match="one of another buffer"):
@@ -70,7 +76,7 @@ def test_several_groups_share_the_storage() -> None:
                 buffer.all_reduce(x, group=comm)
         buffer.barrier(group=comm)
 
-    run_ranks(4, body)
+    run_ranks(size, body)
 
 
 def test_what_is_refused() -> None:

@@ -128,7 +128,8 @@ def test_of_an_elastic_buffer(size: int) -> None:
     run_buffers(size, body, kind=deep_ep.ElasticBuffer, num_cpu_bytes=most)
 
 
-def test_every_argument() -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_every_argument(size: int) -> None:
     def body(comm: ThreadComm) -> None:
         how = {"num_layers": 1, "num_max_tokens": 5, "num_entries_per_token": 2}
         config = deep_ep.EngramBuffer.get_theoretical_config(
@@ -150,14 +151,15 @@ def test_every_argument() -> None:
         )
         kept = (buffer.num_gpu_bytes, buffer.num_rdma_storage_bytes, buffer.num_allocated_qps)
         assert kept == (MIB, MIB, 3) and buffer.qp_depth == 4 and buffer.restrict_rd_atomic
-        assert (buffer.rank_idx, buffer.num_ranks) == (comm.Get_rank(), 2)
+        assert (buffer.rank_idx, buffer.num_ranks) == (comm.Get_rank(), size)
         buffer.set_config([COUNTS[0]], HIDDEN, 5, 2, torch.float32)
         buffer.write([part(buffer.rank_idx, 0, 0, torch.float32)])
-        numbers = torch.tensor([[[0, COUNTS[0]]]], dtype=torch.int32)
-        wanted = torch.cat([part(rank, 0, 0, torch.float32)[0] for rank in range(2)])
+        last = size - 1
+        numbers = torch.tensor([[[0, last * COUNTS[0]]]], dtype=torch.int32)
+        wanted = torch.cat([part(rank, 0, 0, torch.float32)[0] for rank in (0, last)])
         assert torch.equal(buffer.fetch(numbers, num_qps=3)[0]()[0], wanted)
         buffer.barrier(False, True, False, 0)
-        assert buffer.get_logical_domain_size() == (1, 2)
+        assert buffer.get_logical_domain_size() == (1, size)
         buffer.capture().current_stream_wait()
         buffer.print_memory_usage()
         comm.allgather(None)
@@ -165,7 +167,7 @@ def test_every_argument() -> None:
         with pytest.raises(EPException, match="destroyed"):
             buffer.fetch(numbers)
 
-    run_ranks(2, body)
+    run_ranks(size, body)
 
 
 def test_what_is_refused() -> None:

@@ -33,7 +33,8 @@ def test_maps() -> None:
     bodies.maps()
 
 
-def test_settings() -> None:
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_settings(size: int) -> None:
     """Every argument of the constructor, and what a call's settings keep of them."""
     some = {
         "hidden_dim": 256,
@@ -84,15 +85,15 @@ def test_settings() -> None:
             assert whole.max_num_of_tokens_per_rank == 48 and whole.hidden_dim == 512
             buffer.configurer.adjust_template(config)
             buffer.empty_jit_cache()
-            assert (buffer.rank, buffer.group_size) == (comm.Get_rank(), 2)
+            assert (buffer.rank, buffer.group_size) == (comm.Get_rank(), size)
             assert (buffer.local_rank, buffer.node_rank) == (comm.Get_rank(), 0)
             assert buffer.num_of_nodes == 1 and buffer.group is comm
-            assert buffer.num_of_hybrid_ep_ranks_per_nvlink_domain == 2
+            assert buffer.num_of_hybrid_ep_ranks_per_nvlink_domain == size
             assert len({config, config}) == 1
             bodies.expert_major(buffer, "cpu")
             comm.allgather(None)
 
-    run_ranks(2, body)
+    run_ranks(size, body)
 
 
 def test_more_rows_than_there_is_room_for() -> None:
@@ -133,20 +134,27 @@ def test_experts_of_the_constructor() -> None:
     run_buffers(2, body, **HYBRID)
 
 
-def test_deprecated_arguments_say_so() -> None:
-    def body(buffer: Any) -> None:
-        x, bits = torch.ones(4, 64).bfloat16(), torch.ones(4, 3, dtype=torch.bool)
-        with pytest.warns(DeprecationWarning, match="use_host_meta"):
-            got = buffer.dispatch_with_permute(hidden=x, routing_map=bits, use_host_meta=True)
-        with pytest.warns(DeprecationWarning, match="num_dispatched_tokens"):
-            buffer.dispatch_with_permute(hidden=x, handle=got[4], num_dispatched_tokens=4)
-        with pytest.warns(DeprecationWarning, match="num_dispatched_tokens"):
-            buffer.combine_with_unpermute(hidden=got[0], handle=got[4], num_dispatched_tokens=4)
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_deprecated_arguments_say_so(size: int) -> None:
+    """Each once on each rank."""
 
-    run_buffers(1, body, **HYBRID)
-    for name, given in (("use_mnnvl", False), ("num_of_hybrid_ep_ranks_per_nvlink_domain", 1)):
-        with pytest.warns(DeprecationWarning, match=f"HybridEPBuffer: {name} is deprecated"):
-            run_buffers(1, lambda _: None, **HYBRID, **{name: given})
+    def body(buffer: Any) -> None:
+        x, bits = torch.ones(4, 64).bfloat16(), torch.ones(4, 3 * size, dtype=torch.bool)
+        got = buffer.dispatch_with_permute(hidden=x, routing_map=bits, use_host_meta=True)
+        buffer.dispatch_with_permute(hidden=x, handle=got[4], num_dispatched_tokens=4)
+        buffer.combine_with_unpermute(hidden=got[0], handle=got[4], num_dispatched_tokens=4)
+
+    old = {"use_mnnvl": False, "num_of_hybrid_ep_ranks_per_nvlink_domain": 1}
+    with pytest.warns(DeprecationWarning) as said:
+        run_buffers(size, body, **HYBRID, **old)
+    for words in (
+        "HybridEPBuffer: use_mnnvl is",
+        "HybridEPBuffer: num_of_hybrid_ep_ranks_per_nvlink_domain is",
+        "dispatch_with_permute: use_host_meta is",
+        "dispatch_with_permute: num_dispatched_tokens is",
+        "combine_with_unpermute: num_dispatched_tokens is",
+    ):
+        assert sum(str(one.message).startswith(words) for one in said) == size, words
 
 
 def test_routes_that_are_no_handles() -> None:

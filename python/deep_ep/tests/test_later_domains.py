@@ -9,12 +9,15 @@ from typing import Any
 
 import elastic_bodies
 import hybrid_bodies
+import low_latency_calls
 import pytest
 import replay_deepep_v25
 import replay_megatron_hybrid
 import replay_sglang_v2
 import replay_torchtitan_v2
 import replay_vllm_v2
+import test_gathering
+import test_pipeline
 import torch
 from elastic_calls import MOST, dispatched
 from rank_buffers import ThreadComm, run_buffers, run_ranks
@@ -88,6 +91,33 @@ def test_sixteen_ranks_of_two_hosts(kind: str, body: Any, monkeypatch: pytest.Mo
     run_buffers(16, lambda buffer: body(buffer, "cpu"), kind=getattr(deep_ep, kind), **sizes)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        low_latency_calls.rows_in_the_combine_buffer,
+        low_latency_calls.counts_are_added_to_statistics,
+        low_latency_calls.between_dispatch_and_combine,
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_low_latency_of_two_hosts(body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_domains(monkeypatch, 8)
+    run_buffers(16, lambda buffer: body(buffer, "cpu"), low_latency_mode=True)
+
+
+def test_sums_of_sixteen_ranks_that_cross_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded once, as on one host."""
+    in_domains(monkeypatch, 8)
+    how = {"kind": deep_ep.EPBuffer, "allow_hybrid_mode": False}
+    run_buffers(16, lambda buffer: elastic_bodies.several_in_flight(buffer, "cpu"), **how)
+
+
+def test_rings_and_gathers_of_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_domains(monkeypatch, 8)
+    test_pipeline.test_around_the_ring(16)
+    test_gathering.test_sessions(16)
+
+
 def test_sizes_and_handles_of_domains() -> None:
     def body(comm: ThreadComm) -> None:
         rank = comm.Get_rank()
@@ -115,28 +145,35 @@ def test_sizes_and_handles_of_domains() -> None:
     run_ranks(4, body)
 
 
-def test_probabilities_of_a_domain() -> None:
-    """As many columns as experts of the two ranks of this domain."""
+@pytest.mark.parametrize(("size", "domain"), [(4, 2), (16, 8)])
+def test_probabilities_of_a_domain(size: int, domain: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many columns as experts of the ranks of this domain."""
+    in_domains(monkeypatch, domain)
 
     def body(buffer: Any) -> None:
-        case, rank = hybrid_bodies.make(4, 11), buffer.rank
-        assert (buffer.num_of_nodes, buffer.num_of_hybrid_ep_ranks_per_nvlink_domain) == (2, 2)
-        assert (buffer.node_rank, buffer.local_rank) == divmod(rank, 2)
+        case, rank = hybrid_bodies.make(size, 11), buffer.rank
+        there = (buffer.num_of_nodes, buffer.num_of_hybrid_ep_ranks_per_nvlink_domain)
+        assert there == (2, domain)
+        assert (buffer.node_rank, buffer.local_rank) == divmod(rank, domain)
         x, bits, probs = case.hidden[rank], case.bits[rank], case.probs[rank]
         rows, dense, _, handle = buffer.dispatch(x, routing_map=bits, probs=probs)
         own, local = hybrid_bodies.local_of(case, rank), 3
-        wanted = torch.zeros(len(rows), 2 * local)
-        columns = slice(rank % 2 * local, (rank % 2 + 1) * local)
+        wanted = torch.zeros(len(rows), domain * local)
+        columns = slice(rank % domain * local, (rank % domain + 1) * local)
         wanted[:, columns] = hybrid_bodies.arrived(case, rank, case.probs)[:, own]
         assert torch.equal(dense, wanted)
         assert torch.equal(buffer.combine(rows, dense, handle)[1], probs)
 
     sizes = {"hidden_dim": 256, "max_num_of_tokens_per_rank": 32, "num_local_experts": 3}
-    run_buffers(4, body, kind=deep_ep.HybridEPBuffer, **sizes)
+    run_buffers(size, body, kind=deep_ep.HybridEPBuffer, **sizes)
 
 
-def test_a_bucket_between_domains_in_bf16() -> None:
+@pytest.mark.parametrize(("size", "domain"), [(4, 2), (16, 8)])
+def test_a_bucket_between_domains_in_bf16(
+    size: int, domain: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sums of small whole numbers are exact in bf16."""
+    in_domains(monkeypatch, domain)
 
     def body(comm: ThreadComm) -> None:
         rank = comm.Get_rank()
@@ -145,8 +182,14 @@ def test_a_bucket_between_domains_in_bf16() -> None:
         for precision in ("fp32", "bf16"):
             x.copy_(torch.arange(len(x)) % 8 + rank)
             part = buffer.reduce_scatter(x, precision).wait()
-            expected = (torch.arange(len(x)) % 8 * 4 + 6).view(4, -1)[rank]
-            assert torch.equal(part, expected.float())
+            whole = torch.arange(len(x)) % 8 * size + size * (size - 1) / 2
+            assert torch.equal(part, whole.view(size, -1)[rank])
+        assert torch.equal(buffer.all_gather(part).wait(), whole)
+        x.fill_(rank)
+        assert (buffer.all_reduce(x).wait() == size * (size - 1) / 2).all()
+        with buffer.session():
+            assert (buffer.all_reduce(torch.ones(8)).wait() == size).all()
+        buffer.barrier()
         comm.allgather(None)
 
-    run_ranks(4, body)
+    run_ranks(size, body)
