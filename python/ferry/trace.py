@@ -183,14 +183,12 @@ def timeline(ranks: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
         rank = of["rank"]
         offset, wrong = _offsets(of, ranks[0])
         uncertain = max(uncertain, wrong)
-        events.append(
-            {
-                "name": "process_name",
-                "ph": "M",
-                "pid": rank,
-                "args": {"name": f"rank {rank}"},
-            }
-        )
+        events.append({
+            "name": "process_name",
+            "ph": "M",
+            "pid": rank,
+            "args": {"name": f"rank {rank}"},
+        })
         times: dict[str, int] = defaultdict(int)
         for name, wait, begin, ns, generation, rows, size in of["events"]:
             start = begin + offset(begin)
@@ -200,18 +198,16 @@ def timeline(ranks: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
                 key = (name, times[name])
                 times[name] += 1
                 begins[key][rank] = start
-            events.append(
-                {
-                    "name": name,
-                    "cat": "wait" if wait else "call",
-                    "ph": "X",
-                    "ts": start / 1e3,
-                    "dur": ns / 1e3,
-                    "pid": rank,
-                    "tid": 0,
-                    "args": args,
-                }
-            )
+            events.append({
+                "name": name,
+                "cat": "wait" if wait else "call",
+                "ph": "X",
+                "ts": start / 1e3,
+                "dur": ns / 1e3,
+                "pid": rank,
+                "tid": 0,
+                "args": args,
+            })
             if not wait:
                 calls[key][rank] = events[-1]
     for key, at in begins.items():

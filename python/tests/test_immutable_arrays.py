@@ -147,14 +147,12 @@ def test_collectives_return_their_results(framework: str, memory_bytes: int) -> 
             assert same(framework, calls.all_to_all(ranks, x), swapped)
         many = [
             made(framework, np.full(shape, ranks.rank + at, dtype))
-            for at, (shape, dtype) in enumerate(
-                [
-                    ((), FLOATS[0]),
-                    ((3, 5), FLOATS[1]),
-                    ((7,), FLOATS[0]),
-                    ((0, 4), FLOATS[0]),
-                ]
-            )
+            for at, (shape, dtype) in enumerate([
+                ((), FLOATS[0]),
+                ((3, 5), FLOATS[1]),
+                ((7,), FLOATS[0]),
+                ((0, 4), FLOATS[0]),
+            ])
         ]
         means = calls.all_reduce(ranks, many, op="mean")
         for at, (one, mean) in enumerate(zip(many, means)):

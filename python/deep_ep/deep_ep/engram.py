@@ -50,9 +50,9 @@ class Tables:
         """Whether the last write came to its end: else ranks may hold parts of different ones."""
         self._groups = groups
         self._factors: list[Tensor | None] = [None] * len(forms)
-        self._ranks, self._windows = groups.windows(
-            [(form.entries, form.row_bytes) for form in forms]
-        )
+        self._ranks, self._windows = groups.windows([
+            (form.entries, form.row_bytes) for form in forms
+        ])
 
     def write(self, call: str, storages: list[Tensor], factors: list[Tensor | None]) -> None:
         """Collective: fetches before it see what was there, those behind it these. factors: of the

@@ -31,12 +31,10 @@ def factors(ranks: int, layer: int, dtype: torch.dtype) -> Tensor:
 
 def indices(rank: int, ranks: int, layers: tuple[int, ...], tokens: int) -> Tensor:
     random = torch.Generator().manual_seed(rank)
-    return torch.stack(
-        [
-            torch.randint(0, ranks * COUNTS[layer], (tokens, EACH), generator=random)
-            for layer in layers
-        ]
-    ).int()
+    return torch.stack([
+        torch.randint(0, ranks * COUNTS[layer], (tokens, EACH), generator=random)
+        for layer in layers
+    ]).int()
 
 
 def same(got: Tensor, wanted: Tensor) -> bool:
@@ -101,14 +99,12 @@ def test_of_an_elastic_buffer(size: int) -> None:
 
     def body(buffer: Any) -> None:
         rank = buffer.rank_idx
-        for step, (layer, dtype) in enumerate(
-            [
-                (0, torch.bfloat16),
-                (0, torch.bfloat16),
-                (1, torch.float32),
-                (0, torch.float8_e4m3fn),
-            ]
-        ):
+        for step, (layer, dtype) in enumerate([
+            (0, torch.bfloat16),
+            (0, torch.bfloat16),
+            (1, torch.float32),
+            (0, torch.float8_e4m3fn),
+        ]):
             sf = factors(size, layer, torch.float32) if dtype.itemsize == 1 else None
             buffer.engram_write(part(rank, layer, step, dtype), sf)
             table = torch.cat([part(r, layer, step, dtype).view(torch.uint8) for r in range(size)])
