@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ferry.arguments import instance, refuse
 from ferry.experts import ExpertPlacement
 from ferry.group import Group
+from ferry.tensors import storage_of
 
 MOST_COPIES = 64  # slots of a route
 _ROW = 4096  # f32 of a message
@@ -49,9 +50,7 @@ def sum_copies(group: Group, placement: ExpertPlacement, experts: nn.Module) -> 
     """Collective. Every copy sends its gradients to all copies of the expert, which add them up in
     fp32, in ascending rank and slot, so that all get the same bits."""
     copies = {e: places for e, places in _places(placement).items() if len(places) > 1}
-    if not copies:
-        return
-    most = max(map(len, copies.values()))
+    most = max(map(len, copies.values()), default=1)
     mine = placement.held_by(group.rank)
     busy = [slot for slot, expert in enumerate(mine) if expert in copies]
     routes = torch.full((len(busy), most), -1)
@@ -60,6 +59,8 @@ def sum_copies(group: Group, placement: ExpertPlacement, experts: nn.Module) -> 
         routes[i, : len(places)] = torch.tensor(places)
     # Before anything is refused, so that ranks which differ all learn of it. By rows of a copy.
     plans = {1: group.plan(routes, placement_digest=_digest(placement, experts))}
+    if not copies:
+        return
     for name, parameter in experts.named_parameters():
         _check(f"sum_copies: {name}", parameter, placement.slots)
         if not parameter.requires_grad:
@@ -72,6 +73,7 @@ def sum_copies(group: Group, placement: ExpertPlacement, experts: nn.Module) -> 
         width = parameter[0].numel()
         rows = -(-width // _ROW)
         sent = torch.zeros(len(busy), rows * _ROW)
+        storage_of(f"sum_copies: gradient of {name}", parameter.grad)
         sent[:, :width] = parameter.grad[busy].reshape(len(busy), width)
         if rows not in plans:
             plans[rows] = group.plan(routes.repeat_interleave(rows, 0))

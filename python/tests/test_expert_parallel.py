@@ -109,6 +109,23 @@ def test_ranks_that_differ_learn_of_it(differs: str) -> None:
     run_threads(2, rank)
 
 
+def test_a_rank_without_copies_learns_that_others_have_some() -> None:
+    bootstraps = ferry.threads(2)
+
+    def rank(number: int) -> None:
+        with ferry.Group(bootstraps[number], experts=4, deadline=20) as group:
+            experts = bodies.Experts(torch.zeros(2, bodies.HIDDEN))
+            placement = ferry.ExpertPlacement(experts=4 - number, ranks=2, slots=2)
+            layer = ft.ExpertParallel(group, experts, placement=placement)
+            with pytest.raises(ferry.MismatchError, match="placement"):
+                layer.sum_copies()
+            layer.placement = ferry.ExpertPlacement(experts=4, ranks=2, slots=2)
+            layer.sum_copies()
+            group.barrier()
+
+    run_threads(2, rank)
+
+
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Any]:
     processes = RankProcesses(4, "cuda")
