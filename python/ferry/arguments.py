@@ -95,7 +95,10 @@ def number(name: str, value: Any, expected: str = "a number") -> float:
     """A real number, but no bool; the C++ side checks the range."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         refuse(name, describe(value), expected)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return refuse(name, "a number that no float can hold", expected)
 
 
 def seconds(name: str, value: Any) -> float:

@@ -30,6 +30,7 @@ CALLS: list[BadCall] = [
     ("group: experts text", make(experts="64"), "experts", "64", "integer"),
     ("group: deadline 0", make(deadline=0), "deadline", "0 seconds", "more than 0"),
     ("group: deadline nan", make(deadline=float("nan")), "deadline", "nan", "more than 0"),
+    ("group: long deadline", make(deadline=10**400), "deadline", "no float", "seconds"),
     ("group: deadline text", make(deadline="1"), "deadline", "1", "seconds"),
     ("group: memory", make(memory_bytes=-1), "memory_bytes", "-1", "at least 0"),
     ("group: much", make(memory_bytes=2**63), "memory_bytes", "9223.*808", " at most 64 TiB$"),
