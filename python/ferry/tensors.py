@@ -249,6 +249,7 @@ def _plain_torch(
         refuse(name, f"a tensor of layout {value.layout}", "a strided tensor")
     if value.requires_grad:
         value = value.detach()
+    storage_of(name, value)
     if value.is_neg():  # the memory holds the elements without their sign
         lazy = "a tensor with torch's negative bit (a lazy view)"
         if writable:
@@ -259,7 +260,6 @@ def _plain_torch(
             refuse(
                 name, f"{lazy} of dtype {value.dtype}", "one without, as torch cannot resolve it"
             )
-    storage_of(name, value)
     own = _torch_dtype(value.dtype)
     if own in (Dtype.e4m3, Dtype.e5m2):
         return value.view(torch.uint8), _agreed(name, own, dtype)
@@ -278,6 +278,13 @@ def storage_of(name: str, tensor: Any) -> Any:
         got = f"a tensor whose storage was resized to {storage.nbytes()} bytes"
         refuse(name, got, f"at least {needed}, those of shape {list(tensor.shape)}")
     return storage
+
+
+def dense(name: str, tensor: Any) -> Any:
+    """`tensor.contiguous()` that does not read the memory of a freed tensor."""
+    if not tensor.is_contiguous() and tensor.layout is sys.modules["torch"].strided:
+        storage_of(name, tensor)
+    return tensor.contiguous()
 
 
 @cache

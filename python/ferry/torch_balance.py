@@ -29,7 +29,7 @@ from ferry.errors import MismatchError
 from ferry.experts import BatchBalancer
 from ferry.group import Group
 from ferry.streams import device_name
-from ferry.tensors import view
+from ferry.tensors import dense, view
 from ferry.torch_reductions import agree
 from ferry.torch_replicas import copy_experts, reduce_experts
 
@@ -156,7 +156,7 @@ class Copies:
         parameters = self._parameters(experts)
         said = [_said(name, tensor) for name, tensor in parameters.items()]
         with torch.no_grad():
-            topk_idx = topk_idx.contiguous()
+            topk_idx = dense("ExpertParallel: topk_idx", topk_idx)
             self._plan(parameters, said, topk_idx)
             if 0 < most < max(self.balancer.load):
                 self._refuse_load(most)
@@ -274,7 +274,7 @@ class Copies:
                 for slot, expert in enumerate(mine):
                     if expert < 0:
                         made[slot] = 0 if old is None else old[slot]
-            given = parameter.detach().contiguous(), coming.tensors[name]
+            given = dense(f"ExpertParallel: {name}", parameter.detach()), coming.tensors[name]
             coming.events.append(copy_experts(self.ranks, *given, fetches, stream=self.stream))
         balancer.fetching()
         self._coming = coming

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ferry.arguments import describe, flag, instance, optional, refuse
 from ferry.collectives import Collectives
 from ferry.errors import DestroyedError
+from ferry.tensors import storage_of
 from ferry.torch_buckets import GradientBuckets, Named, is_reduced, memory_bytes
 from ferry.torch_gradients import DTYPES, MeanOfRanks, check_way, collectives_of
 from ferry.torch_wrapped_experts import ignore_experts, places_inside
@@ -155,6 +156,7 @@ class DistributedDataParallel(nn.Module):
         packed: list[Tensor] = []
         size = 0
         for at, tensor in enumerate(tensors):
+            storage_of("DistributedDataParallel: module", tensor)
             packed.append(tensor)
             size += tensor.numel() * tensor.element_size()
             if size < _PACKED_BYTES and at + 1 < len(tensors):

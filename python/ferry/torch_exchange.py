@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from ferry._ferry import Plan
 from ferry.arguments import instance, refuse, renamed_keywords
 from ferry.group import Group
+from ferry.tensors import dense
 from ferry.torch_ops import no_gradient, without_tail  # importing it defines torch.ops.ferry
 
 
@@ -91,12 +92,11 @@ def dispatch(
         )
     others: list[Any] = []
     if topk_weights is not None:
-        topk_weights = topk_weights.contiguous()
+        topk_weights = dense("torch.dispatch: topk_weights", topk_weights)
+    x = dense("torch.dispatch: x", x)
     exchange = (group, plan, order, alignment, max_recv_rows, num_sms)
     if format != "as_is":
-        got = _dispatched(
-            exchange, x.contiguous(), topk_weights, format=format, scale_format=scale_format
-        )
+        got = _dispatched(exchange, x, topk_weights, format=format, scale_format=scale_format)
         return TorchReceived(
             got.x,
             got.topk_idx,
@@ -107,7 +107,7 @@ def dispatch(
             got.scales,
         )
     out, weights = _Dispatch.apply(  # type: ignore[no-untyped-call]
-        exchange, others, x.contiguous(), topk_weights
+        exchange, others, x, topk_weights
     )
     return TorchReceived(out, others[0], weights, others[1], others[2], others[3])
 
@@ -135,7 +135,7 @@ def combine(
         )
         return summed
     exchange = (group, plan, order, alignment, max_recv_rows, num_sms)
-    result: Tensor = _Combine.apply(exchange, rows.contiguous())  # type: ignore[no-untyped-call]
+    result: Tensor = _Combine.apply(exchange, dense("torch.combine: rows", rows))  # type: ignore[no-untyped-call]
     return result
 
 

@@ -15,6 +15,7 @@ from ferry.experts import BatchBalancer, ExpertPlacement
 from ferry.group import FORMATS, Group
 from ferry.handles import find, register
 from ferry.latency import LatencyExchange, LatencyReceived
+from ferry.tensors import dense
 from ferry.torch_balance import COPY_ROWS, Copies
 from ferry.torch_exchange import combine, dispatch, planned
 from ferry.torch_placed_experts import checked, held, sum_copies
@@ -265,7 +266,8 @@ class ExpertParallel(nn.Module):
         meanwhile: Callable[[], object] | None,
     ) -> Tensor:
         ready(self)
-        x, topk_weights = x.contiguous(), topk_weights.contiguous()
+        x = dense("decode: x", x)
+        topk_weights = dense("decode: topk_weights", topk_weights)
         if self._copies is not None:
             topk_idx = self._copies.places(self.experts, topk_idx)
         exchange = self._exchange(x, topk_idx)
@@ -317,7 +319,7 @@ def _places(topk_idx: Tensor, module: int) -> Tensor:
     """The operator `ferry::places`: routes to experts as routes to their places."""
     what = "the module, kept elsewhere"
     found: ExpertParallel = find("ferry::places: module", module, "ExpertParallel", what)
-    placed: Tensor = found._placed("places").places(topk_idx.contiguous(), found.group.rank)
+    placed: Tensor = found._placed("places").places(topk_idx, found.group.rank)
     return placed
 
 

@@ -32,6 +32,7 @@ from ferry.arguments import refuse
 from ferry.experts import ExpertPlacement
 from ferry.group import Group
 from ferry.handles import find, register
+from ferry.tensors import dense
 from ferry.torch_wrapped_experts import ready
 
 
@@ -129,10 +130,13 @@ def _dispatch(
     format: str = "as_is",
     scale_format: str = "f32",
 ) -> tuple[Tensor, ...]:
+    weights = topk_weights
+    if weights is not None:
+        weights = dense("ferry::dispatch: topk_weights", weights)
     received = group_of("ferry::dispatch: group", group).dispatch(
-        x.contiguous(),
+        dense("ferry::dispatch: x", x),
         plan_of("ferry::dispatch: plan", plan),
-        topk_weights=None if topk_weights is None else topk_weights.contiguous(),
+        topk_weights=weights,
         format=format,
         scale_format=scale_format,
         order=order,
@@ -246,7 +250,11 @@ def _combine(
     if given.tokens != tokens:
         refuse("ferry::combine: tokens", str(tokens), f"{given.tokens}, those of the plan")
     return found.combine(
-        rows.contiguous(), given, order=order, alignment=alignment, num_sms=num_sms
+        dense("ferry::combine: rows", rows),
+        given,
+        order=order,
+        alignment=alignment,
+        num_sms=num_sms,
     ).x
 
 

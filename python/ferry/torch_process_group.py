@@ -25,6 +25,7 @@ from ferry._ferry import Stream
 from ferry.arguments import refuse
 from ferry.bootstrap import from_all_gather
 from ferry.collectives import Collectives
+from ferry.tensors import dense, storage_of
 from ferry.torch_bootstrap import own_address
 from ferry.torch_work import AllWork, FerryWork, TransferWork, WorkerWork, guarded
 
@@ -220,6 +221,7 @@ class FerryProcessGroup(dist.ProcessGroup):
             torch_reductions.agree(self._ranks, "reduce", f"dst={opts.rootRank}")
             for tensor in tensors:
                 mine = tensor.detach()
+                storage_of("ferry process group: tensor", mine)
                 mine = mine if self._rank == opts.rootRank else mine.clone()
                 torch_reductions.all_reduce(self._ranks, mine, opts.reduceOp)
 
@@ -254,6 +256,8 @@ class FerryProcessGroup(dist.ProcessGroup):
     ) -> FerryWork:
         def run() -> None:
             for output, parts in zip(outputs, inputs, strict=True):
+                for one in (output, *parts):
+                    storage_of("ferry process group: tensor", one)
                 # Blocks may have sizes of their own: each is reduced by all, and kept by one.
                 if len({part.numel() for part in parts}) == 1:
                     whole = torch.cat([part.detach().reshape(-1) for part in parts])
@@ -433,6 +437,7 @@ class FerryProcessGroup(dist.ProcessGroup):
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided:
         refuse("ferry process group: tensor", f"layout {tensor.layout}", "a dense one")
+    storage_of("ferry process group: tensor", tensor)
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
@@ -442,7 +447,7 @@ class _Bytes:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
-        self._dense = self._tensor.contiguous()
+        self._dense = dense("ferry process group: tensor", self._tensor)
         self.raw = _bytes_of(self._dense)
 
     def write_back(self) -> None:
@@ -459,6 +464,8 @@ class _Bytes:
 
 def _unpack(got: torch.Tensor, outs: list[torch.Tensor]) -> None:
     """One behind the other."""
+    for out in outs:
+        storage_of("ferry process group: tensor", out)
     parts = torch.split(got, [out.nbytes for out in outs])
     for out, part in zip(outs, parts, strict=True):
         if part.numel() > 0:

@@ -14,6 +14,7 @@ from ferry.arguments import refuse
 from ferry.collectives import Collectives
 from ferry.errors import MismatchError
 from ferry.streams import device_name
+from ferry.tensors import storage_of
 
 _OPS = {"SUM": "sum", "AVG": "mean", "PRODUCT": "product", "MIN": "min", "MAX": "max"}
 _NATIVE = (
@@ -105,6 +106,7 @@ def _real(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, of real elements."""
     if tensor.layout != torch.strided:
         refuse("ferry process group: tensor", f"layout {tensor.layout}", "a dense one")
+    storage_of("ferry process group: tensor", tensor)
     if not tensor.is_complex():
         return tensor
     if name not in ("SUM", "AVG"):

@@ -12,7 +12,7 @@ from ferry import _ferry
 from ferry.arguments import instance, integer, refuse
 from ferry.collectives import Collectives
 from ferry.errors import MismatchError
-from ferry.tensors import view
+from ferry.tensors import storage_of, view
 from ferry.torch_reductions import agree
 
 Table = Sequence[Sequence[int]]
@@ -67,6 +67,7 @@ def reduce_experts(
         if tensor.dtype != torch.float32 or tensor.dim() != 2 or not tensor.is_contiguous():
             got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
             refuse(f"reduce_experts: {name}", got, "f32 of two dimensions, dense")
+        storage_of(f"reduce_experts: {name}", tensor)
     width = experts.shape[1]
     if replicas.shape[1] != width:
         refuse(
@@ -150,4 +151,5 @@ def _bytes(name: str, tensor: Tensor) -> Tensor:
         refuse(f"copy_experts: {name}", f"strides {tensor.stride()}", "a dense tensor, [n, ...]")
     if tensor.numel() == 0:
         refuse(f"copy_experts: {name}", f"shape {tuple(tensor.shape)}", "experts of some elements")
+    storage_of(f"copy_experts: {name}", tensor)
     return tensor.view(len(tensor), -1).view(torch.uint8)

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_threads import run_ranks
 
 import ferry
-import ferry.torch
-from ferry import torch_storage, torch_streams
+import ferry.torch as ft
+from ferry import torch_process_group, torch_reductions, torch_storage, torch_streams
 
 TOKENS, HIDDEN, EXPERTS = 24, 64, 4
 
@@ -80,6 +81,62 @@ def test_freed_tensors_are_refused(kind: str, dtype: torch.dtype) -> None:
     if kind != "columns":
         with pytest.raises(ferry.InvalidArgumentError, match=words):
             ferry.Collectives(ferry.threads(1)[0]).all_reduce(x)
+
+
+def freed_view(*shape: int) -> torch.Tensor:
+    """Not contiguous, so that torch reads it before Ferry does."""
+    view = torch.ones(*shape, 2)[..., 0]
+    view.untyped_storage().resize_(0)
+    return view
+
+
+def freed_negative() -> torch.Tensor:
+    x = torch._neg_view(torch.ones(TOKENS, HIDDEN))  # type: ignore[attr-defined]
+    x.untyped_storage().resize_(0)
+    return x
+
+
+ON_GROUP: dict[str, Callable[[ferry.Group], object]] = {
+    "negative": lambda g: g.dispatch(freed_negative(), plan_of(g)),
+    "dispatch": lambda g: ft.dispatch(g, plan_of(g), freed_view(TOKENS, HIDDEN)),
+    "weights": lambda g: ft.dispatch(
+        g, plan_of(g), torch.ones(TOKENS, HIDDEN), freed_view(TOKENS, 1)
+    ),
+    "combine": lambda g: ft.combine(g, plan_of(g), freed_view(TOKENS, HIDDEN)),
+    "operator": lambda g: ft.dispatch(g, ft.plan(g, IDS), freed_view(TOKENS, HIDDEN)),
+    "operator of sums": lambda g: ft.combine(g, ft.plan(g, IDS), freed_view(TOKENS, HIDDEN)),
+    "decode": lambda g: ft.ExpertParallel(g, torch.nn.Identity(), decode_tokens=TOKENS).decode(
+        freed_view(TOKENS, HIDDEN), IDS, torch.ones(TOKENS, 1)
+    ),
+}
+IDS = torch.zeros(TOKENS, 1, dtype=torch.int64)
+
+
+def plan_of(group: ferry.Group) -> Any:
+    return group.plan(IDS)
+
+
+@pytest.mark.parametrize("call", ON_GROUP)
+def test_freed_views_are_refused_before_torch_reads_them(call: str) -> None:
+    def body(group: ferry.Group) -> None:
+        with pytest.raises(ferry.InvalidArgumentError, match="storage was resized to 0 bytes"):
+            ON_GROUP[call](group)
+
+    run_ranks(1, body, experts=EXPERTS)
+
+
+@pytest.mark.parametrize("reads", ["reduced", "bytes", "written", "unpacked"])
+def test_process_groups_refuse_freed_views(reads: str) -> None:
+    x = freed_view(TOKENS)
+    with ferry.Collectives(ferry.threads(1)[0]) as ranks:
+        calls: dict[str, Callable[[], object]] = {
+            "reduced": lambda: torch_reductions.all_reduce(ranks, x, dist.ReduceOp.SUM),
+            "bytes": lambda: torch_process_group._bytes_of(x),
+            "written": lambda: torch_process_group._Bytes(x),
+            "unpacked": lambda: torch_process_group._unpack(torch.zeros(4 * TOKENS).byte(), [x]),
+        }
+        with pytest.raises(ferry.InvalidArgumentError, match="storage was resized to 0 bytes"):
+            calls[reads]()
 
 
 class Block(bytearray):
