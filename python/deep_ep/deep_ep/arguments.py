@@ -39,6 +39,8 @@ def check_memory(call: str, **tensors: Tensor | None) -> None:
     """For what torch reads here: it would read what lies where the memory of a freed tensor was."""
     for name, tensor in tensors.items():
         if tensor is not None:
+            good = isinstance(tensor, Tensor)
+            require(good, call, name, words(tensor), "a torch.Tensor, or None where it may be")
             storage_of(f"{call}: {name}", tensor)
 
 

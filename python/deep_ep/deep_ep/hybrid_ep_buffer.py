@@ -174,10 +174,10 @@ class HybridEPBuffer(HybridExchange):
         if probs is not None:
             local, ids = kept.exchange.group.local_experts, kept.topk_idx
             wanted = (len(ids), local * self.num_of_hybrid_ep_ranks_per_nvlink_domain)
+            arguments.check_memory("combine", probs=probs)
             good = tuple(probs.shape) == wanted and probs.dtype == torch.float32
             expected = f"torch.float32 of shape {wanted}"
             require(good, "combine", "probs", arguments.words(probs), expected)
-            arguments.check_memory("combine", probs=probs)
             own = probs[:, self._own_columns(local)]
             weights = torch.where(ids >= 0, own.gather(1, ids.clamp(min=0)), 0.0)
         return self._bring_back("combine", hidden, weights, kept)
@@ -230,6 +230,7 @@ class HybridEPBuffer(HybridExchange):
             non_blocking = not use_host_meta
         step = require_integer(name, "pad_multiple", pad_multiple or 0, 0, "0 or more, or None")
         most = rows_of(name, num_permuted_tokens, non_blocking, step)
+        arguments.check_rows(name, "hidden", hidden)
         one_byte = hidden.element_size() == 1
         good = use_fp8 is None or bool(use_fp8) == one_byte
         require(good, name, "use_fp8", use_fp8, f"{one_byte}, as of {hidden.dtype}")
@@ -262,6 +263,7 @@ class HybridEPBuffer(HybridExchange):
         expected = f"{kept.alignment}, as of the dispatch, or None"
         require(good, name, "pad_multiple", pad_multiple, expected)
         if probs is not None:
+            arguments.check_memory(name, probs=probs)
             good = tuple(probs.shape) == (kept.exchange.rows,) and probs.dtype == torch.float32
             expected = f"torch.float32 of shape ({kept.exchange.rows},)"
             require(good, name, "probs", arguments.words(probs), expected)

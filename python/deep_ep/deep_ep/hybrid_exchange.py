@@ -195,6 +195,7 @@ class HybridExchange(BufferBase):
             if topk_idx is None:
                 refuse(name, "routing_map", "None", "a map, or topk_idx, or a handle")
             arguments.check_routes(name, topk_idx)
+            _check_shape(name, "topk_weights", topk_weights, topk_idx.shape)
             count = require_integer(
                 name, "num_of_experts", experts, 1, "at least 1, beside topk_idx"
             )
@@ -283,6 +284,12 @@ def _check_one_form(name: str, topk_idx: Any, topk_weights: Any, probs: Any, bit
         require(probs is None, name, "probs", "a tensor", "topk_weights beside topk_idx")
 
 
+def _check_shape(call: str, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
+    """torch's gather and scatter take a larger one, and use a part of it."""
+    good = tensor is None or tensor.shape == shape
+    require(good, call, name, arguments.words(tensor), f"shape {tuple(shape)}")
+
+
 def _probs_beside(
     call: HybridCall,
     kept: Kept,
@@ -298,6 +305,8 @@ def _probs_beside(
     whole = kept.exchange.group.experts
     require(experts in (None, whole), call.name, "num_of_experts", experts, f"{whole}, as then")
     if topk_idx is not None:
+        arguments.check_routes(call.name, topk_idx)
+        _check_shape(call.name, "topk_weights", topk_weights, topk_idx.shape)
         bits, probs = indices_to_map(topk_idx, topk_weights, len(topk_idx), whole)
     elif topk_weights is not None:
         refuse(call.name, "topk_weights", "a tensor", "topk_idx beside it, or probs")
@@ -305,4 +314,5 @@ def _probs_beside(
         own, _ = indices_to_map(kept.routes, None, len(kept.routes), whole)
         expected = "those of the handle"
         require(torch.equal(bits, own), call.name, "routing_map", "other routes", expected)
+    _check_shape(call.name, "probs", probs, (len(kept.routes), whole))
     return probs

@@ -171,3 +171,24 @@ def test_routes_that_are_no_handles() -> None:
                 send(hidden=x, routing_map=~bits, **how)
 
     run_buffers(1, body, **HYBRID)
+
+
+def test_weights_of_other_shapes_are_refused() -> None:
+    """torch would use a part of them."""
+
+    def body(buffer: Any) -> None:
+        x, routes = torch.ones(4, 64).bfloat16(), torch.tensor([[0, 2]] * 4)
+        handle = buffer.dispatch(x, topk_idx=routes, num_of_experts=3)[3]
+        for weights in (torch.ones(4, 3), torch.ones(5, 2), torch.ones(3)):
+            with pytest.raises(EPException, match=r"topk_weights: got .*shape \(4, 2\)"):
+                buffer.dispatch(x, topk_idx=routes, topk_weights=weights, num_of_experts=3)
+        with pytest.raises(EPException, match=r"topk_weights: got .*shape \(4, 2\)"):
+            buffer.dispatch(x, topk_idx=routes, topk_weights=torch.ones(4, 3), handle=handle)
+        with pytest.raises(EPException, match=r"probs: got .*shape \(4, 3\)"):
+            buffer.dispatch(x, probs=torch.ones(4, 5), handle=handle)
+        with pytest.raises(EPException, match="probs: got an object of type int"):
+            buffer.combine(x, 3, handle)
+        with pytest.raises(EPException, match="hidden: got an object of type int"):
+            buffer.dispatch_with_permute(hidden=3, topk_idx=routes, num_of_experts=3)
+
+    run_buffers(1, body, **HYBRID)
