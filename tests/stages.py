@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -122,26 +123,49 @@ WINDOWS_COMMANDS = (
 )
 
 
+@contextmanager
+def wine_server(environment: dict[str, str]) -> Iterator[None]:
+    """The server of wine stays for some seconds after the last program and holds its output open, so
+    that who reads that waits: one program that runs all the while has the server of all."""
+    command = [find_wine(), "cmd"]
+    keeper = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with keeper:
+        keeper.stdout.readline()  # it runs
+        yield
+        keeper.stdin.close()  # and ends
+
+
 def test_windows() -> Result:
     """Under wine: the tests, then the command."""
-    result = ctest("windows", "-j", "1")
     folder = ROOT / "build/windows"
-    wine = {"WINEPREFIX": str(folder / "wine"), "WINEDEBUG": "-all"}
-    for words, expected, times in WINDOWS_COMMANDS:
-        done = subprocess.run(
-            [find_wine(), folder / "tools/ferry/ferry.exe", *words],
-            env={**os.environ, **wine},
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        said = done.stdout + done.stderr
-        well = said.count(expected) >= times
-        if not well:
-            say(f"   ferry {' '.join(words)}: exit code {done.returncode}\n{said}")
-        result.passed += result.step(well, f"ferry {' '.join(words)}")
+    environment = {**os.environ, "WINEPREFIX": str(folder / "wine"), "WINEDEBUG": "-all"}
+    with wine_server(environment):
+        result = ctest("windows", "-j", "1")
+        for words, expected, times in WINDOWS_COMMANDS:
+            result.add(ferry_under_wine(folder, environment, words, expected, times))
+    return result
+
+
+def ferry_under_wine(
+    folder: Path, environment: dict[str, str], words: list[str], expected: str, times: int
+) -> Result:
+    done = subprocess.run(
+        [find_wine(), folder / "tools/ferry/ferry.exe", *words],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    result = Result()
+    well = said.count(expected) >= times
+    if not well:
+        say(f"   ferry {' '.join(words)}: exit code {done.returncode}\n{said}")
+    result.passed += result.step(well, f"ferry {' '.join(words)}")
     return result
 
 
