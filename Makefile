@@ -56,7 +56,7 @@ help:
 	@echo '  make demo         train a small MoE language model over 4 ranks, tokens carried by Ferry'
 	@echo '  make test         every test of the project (about 25 minutes on 2 cores)'
 	@echo '  make package      build the Python package and the command `ferry` into .venv'
-	@echo '  make wheels       wheels for x86-64 and aarch64 that need no compiler, and the sdist (dist/)'
+	@echo '  make wheels       wheels for Linux and Windows that need no compiler, and the sdist (dist/)'
 	@echo '  make deb          Debian packages of the command and the C++ library (dist/)'
 	@echo '  make host         build the C++ library, the command line and their tests (build/host)'
 	@echo '  make lint         formats, include arrows, headers that compile alone'

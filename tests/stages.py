@@ -125,8 +125,8 @@ WINDOWS_COMMANDS = (
 
 @contextmanager
 def wine_server(environment: dict[str, str]) -> Iterator[None]:
-    """The server of wine stays for some seconds after the last program and holds its output open, so
-    that who reads that waits: one program that runs all the while has the server of all."""
+    """The server of wine stays for some seconds after the last program and holds its output open,
+    and readers wait for that: here one program runs all the while, and all use its server."""
     command = [find_wine(), "cmd"]
     keeper = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -237,6 +237,9 @@ def test_pytest() -> Result:
     return at_once(lambda: pytest("pytest", package), lambda: pytest("pytest-others", others))
 
 
+WHEELS = ("wheels", "windows_wheel")
+
+
 def build_wheels() -> Result:
     result = Result()
     result.passed = int(result.step(run("wheels", "make", "wheels", quiet=True), "make wheels"))
@@ -342,7 +345,8 @@ STAGES: dict[str, Stage] = {
     "lint": Stage(check_lint),
     "docs": Stage(build_docs),
     "wheels": Stage(
-        build_wheels, lambda: pytest("wheels-roots", ["tests/install/check_wheels.py"])
+        build_wheels,
+        lambda: pytest("wheels-roots", [f"tests/install/check_{n}.py" for n in WHEELS]),
     ),
     "debian": Stage(build_debian, lambda: pytest("debian-root", ["tests/install/check_debian.py"])),
     "conformance": Stage(partial(build, "host", targets=("conformance_full",)), test_conformance),

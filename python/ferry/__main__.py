@@ -19,8 +19,9 @@ def main() -> int:
         print("ferry: this installation has no command (FERRY_TOOLS=OFF)", file=sys.stderr)
         return 1
     # As in a program that is not Python's: Python handles or ignores these.
-    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
+    for name in ("SIGINT", "SIGPIPE", "SIGXFSZ"):  # Windows has the first alone
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
     return _ferry.command([b"ferry", *map(os.fsencode, sys.argv[1:])])
 
 

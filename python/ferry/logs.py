@@ -118,4 +118,5 @@ def _go_on_in_child() -> None:
         _thread.start()
 
 
-os.register_at_fork(after_in_child=_go_on_in_child)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_go_on_in_child)

@@ -52,8 +52,10 @@ void run_signal_handlers() {
 void remember_main_thread() {
   const nb::object main = nb::module_::import_("threading").attr("main_thread")();
   main_thread.store(nb::cast<unsigned long>(main.attr("ident")), std::memory_order_relaxed);
-  nb::module_::import_("os").attr("register_at_fork")(nb::arg("after_in_child") =
-                                                          nb::cpp_function(&after_fork_in_child));
+  const nb::object os = nb::module_::import_("os");
+  if (nb::hasattr(os, "register_at_fork")) {  // Windows has no fork
+    os.attr("register_at_fork")(nb::arg("after_in_child") = nb::cpp_function(&after_fork_in_child));
+  }
 }
 
 OnWait python_on_wait() {

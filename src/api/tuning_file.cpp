@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <cstdlib>
 #include <fstream>
 #include <functional>
 #include <iterator>
@@ -14,6 +13,7 @@
 #include "ferry/error.hpp"
 #include "ferry/group.hpp"
 #include "ferry/tuning.hpp"
+#include "platform/host.hpp"
 
 namespace ferry {
 namespace {
@@ -179,8 +179,7 @@ bool read_entry(JsonText& json, TunedCall& entry) {
 }  // namespace
 
 void apply_tuning_environment(GroupConfig& config) {
-  const char* value = std::getenv("FERRY_TUNING");
-  const std::string given = value == nullptr ? "" : value;
+  const std::string given = environment_variable("FERRY_TUNING").value_or("");
   if (config.tune || given.empty() || given == "off") return;
   config.tune = true;
   if (given != "on") config.tuning = load_tuning(given);

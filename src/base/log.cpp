@@ -3,11 +3,11 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <ferry/error.hpp>
 #include <string_view>
 
 #include "base/text.hpp"
+#include "platform/host.hpp"
 
 namespace ferry {
 namespace {
@@ -86,8 +86,8 @@ void set_log(LogLevel level, LogSink sink) {
 }
 
 void read_log_level() {
-  const char* value = std::getenv(kLogVariable);
-  const std::string_view word = value == nullptr || *value == '\0' ? "off" : value;
+  const std::string value = environment_variable(kLogVariable).value_or("");
+  const std::string_view word = value.empty() ? "off" : std::string_view(value);
   const bool chosen = the_chosen.load(std::memory_order_relaxed) != nullptr;
   for (const LogLevel level : {LogLevel::off, LogLevel::warn, LogLevel::info, LogLevel::debug}) {
     if (word != name_of(level)) continue;

@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
-#include <cstdlib>
 #include <ferry/error.hpp>
 #include <string_view>
 #include <vector>
 
 #include "base/text.hpp"
+#include "platform/host.hpp"
 
 namespace ferry {
 namespace {
@@ -29,9 +29,8 @@ std::string seconds(std::chrono::nanoseconds time) {
 }  // namespace
 
 std::chrono::nanoseconds wait_notice_after() {
-  const char* value = std::getenv(kVariable);
-  if (value == nullptr || *value == '\0') return kDefault;
-  const std::string_view text(value);
+  const std::string text = environment_variable(kVariable).value_or("");
+  if (text.empty()) return kDefault;
   double number = -1;
   const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), number);
   // Not `number < 0`: it may be no number.

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cerrno>
+#include <cstdlib>
 #include <string_view>
 
 #include "platform/unique_descriptor.hpp"
@@ -34,6 +35,11 @@ std::uint64_t user_id() {
 std::uint64_t shared_memory_place() {
   struct stat info{};
   return ::stat("/dev/shm", &info) == 0 && S_ISDIR(info.st_mode) ? info.st_dev : 0;
+}
+
+std::optional<std::string> environment_variable(const char* name) {
+  const char* const value = std::getenv(name);
+  return value != nullptr ? std::optional<std::string>(value) : std::nullopt;
 }
 
 }  // namespace ferry

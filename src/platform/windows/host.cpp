@@ -1,5 +1,6 @@
 #include "platform/host.hpp"
 
+#include <algorithm>
 #include <array>
 
 #include "platform/windows/system.hpp"
@@ -38,6 +39,14 @@ std::uint64_t user_id() {
 std::uint64_t shared_memory_place() {
   DWORD session = 0;
   return ProcessIdToSessionId(GetCurrentProcessId(), &session) ? std::uint64_t{session} + 1 : 0;
+}
+
+std::optional<std::string> environment_variable(const char* name) {
+  const DWORD bytes = GetEnvironmentVariableA(name, nullptr, 0);  // with the end's
+  if (bytes == 0) return std::nullopt;
+  std::string value(bytes, '\0');
+  value.resize(std::min(GetEnvironmentVariableA(name, value.data(), bytes), bytes - 1));
+  return value;
 }
 
 }  // namespace ferry
