@@ -2,13 +2,12 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <set>
 
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include "bootstrap/test_ranks.hpp"
+#include "platform/process.hpp"
 
 namespace ferry::bootstrap {
 namespace {
@@ -271,12 +270,13 @@ TEST_F(Environment, SaysHowToSetASecret) {
 }
 
 TEST_F(Environment, ReadsASecretFile) {
-  const std::string path = ::testing::TempDir() + "ferry_secret_" + std::to_string(::getpid());
+  const std::string path = ::testing::TempDir() + "ferry_secret_" + std::to_string(process_id());
   ::unsetenv("FERRY_SECRET");
   set("FERRY_SECRET_FILE", path);
   expect_message("FERRY_SECRET_FILE names \"" + path + "\", which cannot be opened: No such file");
   std::ofstream(path) << "from a file\n";
-  ::chmod(path.c_str(), 0600);
+  std::filesystem::permissions(
+      path, std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
   EXPECT_EQ(tcp_options_from_environment().secret, "from a file");
   set("FERRY_SECRET", "hush-hush");  // comes first
   EXPECT_EQ(tcp_options_from_environment().secret, "hush-hush");

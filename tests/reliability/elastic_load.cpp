@@ -1,8 +1,5 @@
 #include "elastic_load.hpp"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <csignal>
@@ -89,7 +86,7 @@ class Load {
   }
   [[noreturn]] void fail(const std::string& text) const {
     reporter_.line("wrong: rank " + std::to_string(group_.rank()) + ": " + text);
-    for (;;) pause();
+    for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
   }
   void check_joined() const {
     for (const int rank : view_.joined) {
@@ -102,7 +99,7 @@ class Load {
     if (mine_.order != int(stage)) return;
     mine_.order = -1;
     mine_.lost = now();
-    kill(getpid(), mine_.signal);
+    std::raise(mine_.signal);
   }
   /// False: the others went on without this rank.
   bool regroup(const Error& failed) {
@@ -203,10 +200,7 @@ const char* name_of(Stage stage) {
 }
 
 ElasticJob::ElasticJob(int ranks, std::chrono::nanoseconds deadline, int domain_size) {
-  void* shared = mmap(nullptr, sizeof(ElasticBoard), PROT_READ | PROT_WRITE,
-                      MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (shared == MAP_FAILED) throw std::bad_alloc();
-  board_ = new (shared) ElasticBoard;
+  board_ = new (shared_.get()) ElasticBoard;
   GroupConfig config{
       .experts = ranks * kExpertsOfRank, .deadline = deadline, .memory_bytes = 4 << 20};
   config.elastic = "load";
@@ -228,7 +222,6 @@ ElasticJob::ElasticJob(int ranks, std::chrono::nanoseconds deadline, int domain_
 
 ElasticJob::~ElasticJob() {
   ranks_.reset();
-  munmap(board_, sizeof(ElasticBoard));
 }
 
 template <class Ready>

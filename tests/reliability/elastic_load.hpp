@@ -5,11 +5,13 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "ferry/group.hpp"
+#include "platform/test_child.hpp"
 #include "processes.hpp"
 
 namespace ferry::test {
@@ -81,6 +83,7 @@ class ElasticJob {
   void await_steps(const char* what);
   double strike(const std::vector<int>& victims, Stage stage, int signal);
 
+  std::shared_ptr<void> shared_ = test::shared_block(sizeof(ElasticBoard));
   ElasticBoard* board_;
   std::optional<Ranks> ranks_{};
   std::vector<int> alive_{};

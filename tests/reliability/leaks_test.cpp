@@ -1,8 +1,8 @@
 // Groups come and go: no descriptor, mapping, thread or name stays behind.
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -52,7 +52,7 @@ void use(Group& group) {
 Counts quiet_count() {
   Counts last = count();
   for (int equal = 0; equal < 5;) {
-    usleep(10'000);
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
     const Counts next = count();
     equal = next.descriptors == last.descriptors && next.threads == last.threads ? equal + 1 : 0;
     last = next;
@@ -68,7 +68,8 @@ bool no_more(const Counts& a, const Counts& b) {
 /// The counts when they are as before, or after two seconds: a peer's goodbye may be under way.
 Counts settled(const Counts& before) {
   const double end = now() + 2;
-  while (!no_more(count(), before) && now() < end) usleep(10'000);
+  while (!no_more(count(), before) && now() < end)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
   return count();
 }
 

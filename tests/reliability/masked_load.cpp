@@ -1,7 +1,5 @@
 #include "masked_load.hpp"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <csignal>
 #include <cstdlib>
@@ -180,7 +178,7 @@ class Load {
   }
   void give_up(const char* what, std::int64_t detail) const {
     reporter_.line(std::string(what) + " " + std::to_string(detail));
-    _exit(4);
+    std::_Exit(4);
   }
 
   int rank_;
@@ -196,17 +194,14 @@ class Load {
 }  // namespace
 
 MaskedJob::MaskedJob(std::chrono::nanoseconds deadline, int domain_size) {
-  void* shared =
-      mmap(nullptr, sizeof(MaskBoard), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (shared == MAP_FAILED) std::abort();
-  board_ = new (shared) MaskBoard;
+  board_ = new (shared_.get()) MaskBoard;
   GroupConfig config;
   config.experts = kExperts;
   config.deadline = deadline;
   config.domain_size = domain_size;
   for (int attempts = 20; !start(config) && attempts > 0; --attempts) {
     ranks_.reset();
-    board_ = new (shared) MaskBoard;
+    board_ = new (shared_.get()) MaskBoard;
   }
 }
 
@@ -225,7 +220,7 @@ bool MaskedJob::start(const GroupConfig& config) {
       load.emplace(*group, *board, reporter);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::deadline) throw;
-      _exit(kLate);
+      std::_Exit(kLate);
     }
     load->run();
   });
@@ -240,7 +235,6 @@ bool MaskedJob::start(const GroupConfig& config) {
 
 MaskedJob::~MaskedJob() {
   ranks_.reset();
-  munmap(board_, sizeof(MaskBoard));
 }
 
 template <class Ready>

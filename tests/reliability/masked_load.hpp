@@ -5,11 +5,13 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "ferry/group.hpp"
+#include "platform/test_child.hpp"
 #include "processes.hpp"
 
 namespace ferry::test {
@@ -63,6 +65,7 @@ class MaskedJob {
   /// False: the deadline was too short to make the exchange on this machine.
   bool start(const GroupConfig& config);
 
+  std::shared_ptr<void> shared_ = test::shared_block(sizeof(MaskBoard));
   MaskBoard* board_;
   std::optional<Ranks> ranks_{};
   int dead_ = -1;

@@ -1,16 +1,17 @@
 // A rank is stopped in the midst of a call that makes memory: the others give up and take theirs
 // away, and it hears why.
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <new>
 #include <optional>
 #include <string>
 #include <thread>
 #include <utility>
 
+#include "platform/test_child.hpp"
 #include "processes.hpp"
 
 namespace ferry::test {
@@ -85,15 +86,12 @@ bool stop_and_resume(Board& board) {
 }
 
 TEST(Stopped, ARankThatWasStoppedWhileAnExchangeWasMadeHearsThatItWasLate) {
-  void* shared =
-      mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  ASSERT_NE(shared, MAP_FAILED);
+  const std::shared_ptr<void> shared = test::shared_block(sizeof(Board));
   bool done = false;
   for (int attempts = 20; !done && attempts > 0; --attempts) {
-    done = stop_and_resume(*new (shared) Board);
+    done = stop_and_resume(*new (shared.get()) Board);
   }
   EXPECT_TRUE(done);
-  munmap(shared, sizeof(Board));
   EXPECT_EQ(shared_memory_names(), std::vector<std::string>{});
 }
 

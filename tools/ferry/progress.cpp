@@ -1,11 +1,12 @@
 #include "progress.hpp"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <utility>
+
+#include "run/terminal.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -17,7 +18,7 @@ constexpr int kBarWidth = 40;
 Progress::Progress(std::string name, int total, std::chrono::milliseconds interval)
     : name_(std::move(name)),
       interval_(interval),
-      terminal_(isatty(STDERR_FILENO) == 1),
+      terminal_(is_terminal(kErrorOutput)),
       total_(std::max(total, 1)) {}
 
 Progress::~Progress() {

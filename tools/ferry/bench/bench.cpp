@@ -1,6 +1,5 @@
 // `ferry bench`: how fast exchanges are on this machine.
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstdio>
@@ -21,6 +20,7 @@
 #include "doctor/machine.hpp"
 #include "progress.hpp"
 #include "run/ranks.hpp"
+#include "run/terminal.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -44,7 +44,7 @@ BenchBody body_of(const BenchSettings& s) {
 bool run_mode(const BenchSettings& settings, std::vector<BenchResult>& results) {
   const BenchBoard board(settings);
   const bool latency = settings.mode == BenchMode::latency;
-  if (isatty(STDERR_FILENO) != 1) {
+  if (!is_terminal(kErrorOutput)) {
     fmt::print(stderr, "bench: {} mode\n", latency ? "latency" : "throughput");
   }
   auto progress = std::make_unique<Progress>("bench", steps_of(settings, board));

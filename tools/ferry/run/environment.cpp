@@ -1,7 +1,5 @@
 #include "run/environment.hpp"
 
-#include <unistd.h>  // environ
-
 #include <cstdlib>
 #include <string_view>
 #include <utility>
@@ -27,7 +25,7 @@ std::vector<std::string> environment_of_rank(const JobEnvironment& job, const st
     ours.emplace_back("OMP_NUM_THREADS", "1");
 
   std::vector<std::string> result;
-  for (char** entry = environ; *entry != nullptr; ++entry) {
+  for (char** entry = own_environment(); *entry != nullptr; ++entry) {
     const std::string_view text(*entry);
     bool replaced = false;
     for (const auto& [name, value] : ours) {

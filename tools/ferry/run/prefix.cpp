@@ -1,11 +1,9 @@
 #include "run/prefix.hpp"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cstdlib>
 
 #include "run/terminal.hpp"
@@ -79,7 +77,7 @@ PrefixedOutput::PrefixedOutput(int fd, int ranks, bool prefix, Terminal& termina
     : fd_(fd),
       width_(static_cast<int>(std::to_string(ranks - 1).size())),
       prefix_(prefix),
-      is_terminal_(isatty(fd) == 1),
+      is_terminal_(is_terminal(fd)),
       colour_(wants_colour(is_terminal_)),
       terminal_(terminal) {}
 
@@ -126,19 +124,7 @@ void PrefixedOutput::end_bar() {
 }
 
 bool PrefixedOutput::flush() {
-  std::string_view rest = buffer_;
-  bool read_by_somebody = true;
-  while (!rest.empty()) {
-    const ssize_t written = write(fd_, rest.data(), rest.size());
-    if (written > 0) {
-      rest.remove_prefix(static_cast<std::size_t>(written));
-    } else if (errno == EAGAIN) {
-      usleep(1000);  // whoever shares this output made it non-blocking
-    } else if (errno != EINTR) {
-      read_by_somebody = errno != EPIPE;
-      break;
-    }
-  }
+  const bool read_by_somebody = write_all(fd_, buffer_);
   buffer_.clear();
   return read_by_somebody;
 }

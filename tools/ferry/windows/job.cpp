@@ -22,6 +22,11 @@
 #include "windows/system.hpp"
 
 namespace ferry::cli {
+
+char** own_environment() {
+  return _environ;
+}
+
 namespace {
 
 using JobClock = std::chrono::steady_clock;

@@ -2,6 +2,8 @@
 
 #include <io.h>
 
+#include <cerrno>
+
 #include "windows/system.hpp"
 
 namespace ferry::cli {
@@ -11,6 +13,19 @@ std::size_t columns_of(int fd) {
   const auto console = reinterpret_cast<HANDLE>(_get_osfhandle(fd));
   if (!GetConsoleScreenBufferInfo(console, &info)) return 80;
   return static_cast<std::size_t>(info.srWindow.Right - info.srWindow.Left + 1);
+}
+
+bool is_terminal(int fd) {
+  return _isatty(fd) != 0;
+}
+
+bool write_all(int fd, std::string_view text) {
+  while (!text.empty()) {
+    const int written = _write(fd, text.data(), static_cast<unsigned>(text.size()));
+    if (written <= 0) return errno != EPIPE;
+    text.remove_prefix(static_cast<std::size_t>(written));
+  }
+  return true;
 }
 
 }  // namespace ferry::cli

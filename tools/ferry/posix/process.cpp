@@ -1,4 +1,4 @@
-#include "run/process.hpp"
+#include "posix/process.hpp"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -12,9 +12,16 @@
 #include <map>
 #include <system_error>
 
+#include "run/environment.hpp"
+
 extern char** environ;
 
 namespace ferry::cli {
+
+char** own_environment() {
+  return environ;
+}
+
 namespace {
 
 // sigabbrev_np is newer (glibc 2.32) than what packages run on.

@@ -1,4 +1,4 @@
-#include "run/job.hpp"
+#include "posix/job.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

@@ -1,4 +1,4 @@
-#include "run/keeper.hpp"
+#include "posix/keeper.hpp"
 
 #include <fcntl.h>
 #include <sys/prctl.h>
@@ -9,7 +9,7 @@
 #include <system_error>
 #include <vector>
 
-#include "run/process.hpp"
+#include "posix/process.hpp"
 
 namespace ferry::cli {
 namespace {

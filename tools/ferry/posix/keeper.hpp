@@ -2,7 +2,7 @@
 #pragma once
 #include <sys/types.h>
 
-#include "run/unique_fd.hpp"
+#include "posix/unique_fd.hpp"
 
 namespace ferry::cli {
 

@@ -7,12 +7,12 @@
 #include <string>
 #include <vector>
 
+#include "posix/keeper.hpp"
+#include "posix/process.hpp"
 #include "run/environment.hpp"
 #include "run/job_options.hpp"
-#include "run/keeper.hpp"
 #include "run/ports.hpp"
 #include "run/prefix.hpp"
-#include "run/process.hpp"
 
 namespace ferry::cli {
 

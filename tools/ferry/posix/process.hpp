@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "posix/unique_fd.hpp"
 #include "run/job_options.hpp"
-#include "run/unique_fd.hpp"
 
 namespace ferry::cli {
 

@@ -7,7 +7,7 @@
 #include <csignal>
 #include <exception>
 
-#include "run/job.hpp"
+#include "posix/job.hpp"
 
 namespace ferry::cli {
 

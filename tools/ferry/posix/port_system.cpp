@@ -16,8 +16,8 @@
 #include <system_error>
 #include <utility>
 
+#include "posix/unique_fd.hpp"
 #include "run/ports.hpp"
-#include "run/unique_fd.hpp"
 
 namespace ferry::cli {
 namespace {

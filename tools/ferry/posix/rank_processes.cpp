@@ -11,8 +11,8 @@
 #include <system_error>
 #include <thread>
 
+#include "posix/process.hpp"
 #include "run/ports.hpp"
-#include "run/process.hpp"
 #include "run/ranks.hpp"
 #include "run/shared_array.hpp"
 
