@@ -276,18 +276,18 @@ Status GroupWatch::check() {
 }
 
 void Channel::look_up(int peer) {
-  constexpr const char* kStage = "rows that wait for room";
+  constexpr const char* kRoom = "rows that wait for room";
   if (!survives_) {
     // Everything of the peer is missing: it has not even taken what it is to answer.
     const Awaited awaited{{control_.data + layout_.delivered, kLineBytes, size_}, ~0ull, peer};
-    await(kStage, awaited, [](GroupWatch& watch) { return watch.poll(false); });
+    await(kRoom, awaited, [](GroupWatch& watch) { return watch.poll(false); });
     return;
   }
   if (left()) {
     throw Error(ErrorKind::destroyed,
-                "rank " + std::to_string(rank_) + ": " + kStage +
+                "rank " + std::to_string(rank_) + ": " + kRoom +
                     ": the group was destroyed during the exchange",
-                {rank_, peer, kStage, generation(), 0, 0});
+                {rank_, peer, kRoom, generation(), 0, 0});
   }
   if (config_.on_wait) config_.on_wait();
 }

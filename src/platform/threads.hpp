@@ -17,7 +17,7 @@ class SignalsBlocked {
   SignalsBlocked& operator=(const SignalsBlocked&) = delete;
 
  private:
-  alignas(std::max_align_t) std::array<std::byte, 128> before_{};  // a sigset_t
+  [[maybe_unused]] alignas(std::max_align_t) std::array<std::byte, 128> before_{};  // a sigset_t
 };
 
 /// As debuggers and profilers show it; at most 15 bytes.
