@@ -1,0 +1,76 @@
+"""What it costs to commit each step while nothing fails: blocks of steps in pairs.
+
+    ferry run -n 2 -- python bench/elastic_cost.py [--pairs 200] [--steps 4] [--tokens 1024]
+
+A step of throughput mode in an elastic group: plan, dispatch, an expert that multiplies its rows,
+combine. Blocks of steps with a commit each and without take turns in one group, in changing order:
+both meet the same load of the machine and lie in the same memory. Prints the median over pairs
+of (time with) / (time without) - 1 and its 95 % interval, of the wall and the CPU time of rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+from observe_cost import median_of
+
+import ferry
+
+HIDDEN, TOPK, EXPERTS = 2048, 2, 8
+
+
+class Steps:
+    def __init__(self, group: ferry.Group, tokens: int) -> None:
+        random = np.random.default_rng(group.rank)
+        self.group, self.step = group, 0
+        self.x = random.standard_normal((tokens, HIDDEN), np.float32)
+        self.routes = np.stack([random.permutation(EXPERTS)[:TOPK] for _ in range(tokens)])
+
+    def block(self, steps: int, commits: bool) -> tuple[float, float]:
+        """Wall and CPU seconds."""
+        self.group.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            plan = self.group.plan(self.routes)
+            rows = self.group.dispatch(self.x, plan).x
+            rows *= 2
+            self.group.combine(rows, plan)
+            if commits:
+                self.step += 1
+                self.group.commit(self.step)
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=1024)
+    given = parser.parse_args()
+    group = ferry.Group(ferry.from_environment(), experts=EXPERTS, elastic="cost")
+    steps = Steps(group, given.tokens)
+    steps.block(given.steps, commits=True)
+    pairs = []
+    for number in range(given.pairs):
+        first = number % 2 == 0
+        times = {commits: steps.block(given.steps, commits) for commits in (first, not first)}
+        pairs.append((times[False], times[True]))
+    group.barrier()
+    if group.rank != 0:
+        return
+    for at, clock in enumerate(("wall", "CPU")):
+        step = statistics.median(plain[at] for plain, _ in pairs) / given.steps
+        low, middle, high = median_of([
+            100 * (commits[at] / plain[at] - 1) for plain, commits in pairs
+        ])
+        print(
+            f"{clock}: a step {step * 1e3:.3f} ms, with commit {middle:+.2f} % "
+            f"({low:+.2f} to {high:+.2f}, {given.pairs} pairs)"
+        )
+
+
+if __name__ == "__main__":
+    main()
