@@ -89,7 +89,7 @@ def build_arm64() -> Result:
         raise CannotRunError(f"{' and '.join(missing)} not found")
     # The whole library must compile; these programs run.
     parts = ("src/base/all", "src/core/all", "src/protocol/all")
-    programs = ("conformance_test", "reliability_spawned_test")
+    programs = ("fabric_tests", "bootstrap_tests", "conformance_test", "reliability_spawned_test")
     return build("arm64", targets=("ferry_library", *parts, *programs))
 
 
