@@ -1,8 +1,5 @@
 #include "decode_load.hpp"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <bit>
 #include <chrono>
@@ -148,7 +145,7 @@ class Decoding {
     }
     reporter_.line("a wrong token in group " + std::to_string(board_.group) + ", after round " +
                    std::to_string(mine_.round));
-    _exit(4);
+    std::_Exit(4);
   }
 
   bool explains(int missing, const float* sum, std::int64_t token) const {
@@ -206,19 +203,11 @@ void run_rank(int rank, DecodeBoard& board, const Reporter& reporter) {
 }  // namespace
 
 DecodeJob::DecodeJob(unsigned seed) : random_(seed), placement_(decoding::two_copies()) {
-  void* shared =
-      mmap(nullptr, sizeof(DecodeBoard), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (shared == MAP_FAILED) std::abort();
-  board_ = new (shared) DecodeBoard;
+  board_ = new (shared_.get()) DecodeBoard;
   ranks_.emplace(kRanks, [board = board_](int rank, const std::shared_ptr<Bootstrap>&,
                                           const Reporter& reporter) {
     decoding::run_rank(rank, *board, reporter);
   });
-}
-
-DecodeJob::~DecodeJob() {
-  ranks_.reset();
-  munmap(board_, sizeof(DecodeBoard));
 }
 
 template <class Ready>

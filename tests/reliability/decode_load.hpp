@@ -4,12 +4,14 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "ferry/experts.hpp"
+#include "platform/test_child.hpp"
 #include "processes.hpp"
 
 namespace ferry::test {
@@ -44,7 +46,6 @@ struct DecodeCounts {
 class DecodeJob {
  public:
   explicit DecodeJob(unsigned seed);
-  ~DecodeJob();
   DecodeJob(const DecodeJob&) = delete;
   DecodeJob& operator=(const DecodeJob&) = delete;
 
@@ -67,6 +68,7 @@ class DecodeJob {
   void pause_one();
   void begin_group();
 
+  std::shared_ptr<void> shared_ = test::shared_block(sizeof(DecodeBoard));
   DecodeBoard* board_;
   std::mt19937 random_;
   ExpertPlacement placement_;
