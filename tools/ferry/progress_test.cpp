@@ -37,10 +37,15 @@ std::string on_a_terminal(const std::function<void()>& run) {
   dup2(end, STDERR_FILENO);
   run();
   dup2(before, STDERR_FILENO);
-  std::array<char, 4096> got{};
-  const ssize_t size = read(terminal, got.data(), got.size());
-  for (const int each : {end, before, terminal}) close(each);
-  return {got.data(), size > 0 ? static_cast<std::size_t>(size) : 0};
+  for (const int each : {end, before}) close(each);
+  std::string got;
+  std::array<char, 4096> part{};
+  // It comes in pieces, the last one before an error that says that nobody writes there any more.
+  for (ssize_t size = 0; (size = read(terminal, part.data(), part.size())) > 0;) {
+    got.append(part.data(), static_cast<std::size_t>(size));
+  }
+  close(terminal);
+  return got;
 }
 
 TEST(Progress, IsABarOnATerminalThatGoesAtTheEnd) {
