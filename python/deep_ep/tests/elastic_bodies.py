@@ -206,10 +206,9 @@ def sizes(buffer: Any, device: str) -> None:
     sms = buffer.get_theoretical_num_sms(16, 3)
     least = 4 if buffer.prefer_overlap_with_compute else 24
     assert sms >= least and sms % 2 == 0
-    if ranks > 1:
-        more = buffer.get_theoretical_num_sms(16, 3, nvlink_gbs=900, sm_write_gbs=25)
-        assert more > sms
-        assert buffer.get_theoretical_num_sms(16, 3, sm_read_gbs=10) > sms
+    faster = buffer.get_theoretical_num_sms(16, 3, nvlink_gbs=900, sm_write_gbs=25)
+    slower = buffer.get_theoretical_num_sms(16, 3, sm_read_gbs=10)
+    assert faster > sms < slower if ranks > 1 else faster == sms == slower
     with_rdma = buffer.get_theoretical_num_sms(16, 3, rdma_gbs=1000)
     assert with_rdma == sms  # ranks of one host need no NIC
     with pytest.raises(EPException, match="num_scaleout_topk: got 2; expected 0"):
@@ -225,8 +224,8 @@ def sizes(buffer: Any, device: str) -> None:
     most = buffer.num_allocated_qps
     wanted = 4 * 16 + 1 if buffer.allow_hybrid_mode else 4
     assert buffer.get_theoretical_num_qps(4) == min(wanted, most)
-    if (device, ranks) == ("cpu", 1):  # where several are, test_endings.py lets one leave
-        assert buffer.regroup() == [0]
+    if device == "cpu":  # test_endings.py lets a rank leave
+        assert buffer.regroup() == list(range(ranks))
     job = make_job(ranks, seed=16)
     x = job.x[rank].to(device)
     got = dispatched(buffer, device, job, x, num_sms=6, num_qps=most)

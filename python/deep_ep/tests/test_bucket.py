@@ -53,7 +53,7 @@ def test_several_groups_share_the_storage(size: int) -> None:
         assert buffer.all_reduce(x, group=pair).wait()[0] == sum(members) + half
         total = half * (size * (size + 1) // 2)
         assert buffer.all_reduce(x, group=comm).wait()[0] == total
-        block = buffer.reduce_scatter(x, group=pair, num_sms=2).wait()
+        block = buffer.reduce_scatter(x, "fp32", group=pair, num_sms=2).wait()
         assert block.tolist() == [float(half * total)] * (16 // half)
         whole = x.view(half, -1)
         whole[pair.Get_rank()].fill_(rank)

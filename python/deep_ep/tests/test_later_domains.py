@@ -118,6 +118,34 @@ def test_rings_and_gathers_of_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None
     test_gathering.test_sessions(16)
 
 
+def test_how_sixteen_ranks_of_two_hosts_ask_meet_and_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_domains(monkeypatch, 8)
+
+    def body(comm: ThreadComm) -> None:
+        ends = {"explicitly_destroy": True}
+        elastic, later = (kind(comm, **ends) for kind in (deep_ep.ElasticBuffer, deep_ep.EPBuffer))
+        bucket = deep_ep.BucketBuffer(comm, 1 << 12, **ends)
+        hybrid = deep_ep.HybridEPBuffer(comm, 16, 8, 1)
+        hybrid.explicitly_destroy = True
+        assert hybrid.update_template_config(16, 8, 1).hidden_dim == 16
+        hybrid.empty_jit_cache()
+        for buffer in (elastic, later):
+            assert buffer.get_theoretical_num_qps(4) == 65
+            buffer.barrier(False, True, False)
+        assert bucket.get_theoretical_num_sms("all_gather") == 0
+        for buffer in (elastic, later, bucket, hybrid):
+            buffer.print_memory_usage()
+            buffer.destroy()
+            with pytest.raises(AssertionError, match="destroyed"):
+                buffer.print_memory_usage()
+
+    run_ranks(16, body)
+    said = capsys.readouterr().out.splitlines()
+    assert sorted(int(line.split()[2][:-1]) for line in said) == sorted([*range(16)] * 4)
+
+
 def test_sizes_and_handles_of_domains() -> None:
     def body(comm: ThreadComm) -> None:
         rank = comm.Get_rank()

@@ -19,7 +19,9 @@ def of_rank(rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
 
 def ways(comm: ThreadComm, most: int, inflight: int) -> list[tuple[Any, Any, Any]]:
     """(the buffer, its send, its recv) of both releases."""
-    later = deep_ep.PPBuffer(comm, most, inflight, sl_idx=3)
+    later = deep_ep.PPBuffer(
+        comm, most, inflight, num_gpu_timeout_secs=30, explicitly_destroy=True, sl_idx=3
+    )
     later.print_memory_usage()
     elastic = deep_ep.ElasticBuffer(comm)
     elastic.pp_set_config(most, inflight)
@@ -37,15 +39,17 @@ def test_around_the_ring(size: int) -> None:
                 for way in (1, -1):
                     for step in range(3):
                         x = of_rank(rank, step, dtype)
-                        send(x, (rank + way) % size)
+                        send(x, (rank + way) % size, 0)
                         x.zero_()  # it is copied
                     for step in range(3):
                         source = (rank - way) % size
                         wanted = of_rank(source, step, dtype)
                         got = torch.empty_like(wanted)
-                        recv(got, source)
+                        recv(got, source, 0)
                         assert torch.equal(got, wanted)
             comm.allgather(None)
+            if buffer.explicitly_destroy:
+                buffer.destroy()
             del buffer
 
     run_ranks(size, body)

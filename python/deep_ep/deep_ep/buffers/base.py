@@ -113,7 +113,7 @@ class BufferBase:
         # still have handles, which keep the group that they belong to.
         if getattr(self, "runtime", None) is not None and self.explicitly_destroy:
             print(
-                f"deep_ep: rank {self._groups.everyone.rank}: a {type(self).__name__} made with "
+                f"deep_ep: rank {self._groups.everyone.rank}: {type(self).__name__} made with "
                 "explicitly_destroy=True was dropped without destroy()",
                 file=sys.stderr,
             )
