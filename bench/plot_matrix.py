@@ -12,9 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 NUMBERED = 16  # ranks up to which cells have their number
+CHARACTERS = 14  # of the words below, to an inch, so that a margin is left
+IN_MS = 1e7  # nanoseconds of the longest wait from which on waits are drawn in milliseconds
 
 
 def arguments() -> argparse.Namespace:
@@ -38,13 +41,15 @@ def panels_of(found: dict) -> list[dict]:
     values are the bad ones."""
     if "waits_ns" in found:
         waits = found["waits_ns"]
-        no_cpu = [[row[i] / 1e3] for i, row in enumerate(waits)]
+        longest = max(value for row in waits for value in row)
+        unit, name = (1e6, "ms") if longest >= IN_MS else (1e3, "µs")
+        no_cpu = [[row[i] / unit] for i, row in enumerate(waits)]
         panels = [
-            {"title": "Waits, µs", "values": without_diagonal(waits, 1e3), "worst": True}
+            {"title": f"Waits, {name}", "values": without_diagonal(waits, unit), "worst": True}
             | {"x": "waited for", "y": "who waits"}
         ]
         if any(row[0] for row in no_cpu):
-            panels.append({"title": "No CPU, µs", "values": no_cpu, "worst": True})
+            panels.append({"title": f"No CPU, {name}", "values": no_cpu, "worst": True})
         return panels
     return [
         {"title": "Latency, µs", "values": without_diagonal(found["latency_ns"], 1e3)}
@@ -56,6 +61,8 @@ def panels_of(found: dict) -> list[dict]:
 
 def short(value: float) -> str:
     """At most five characters."""
+    if 0 < value < 1:
+        return f"{value:.2f}"
     return f"{value:.3g}" if value < 1000 else f"{value / 1e3:.3g}k"
 
 
@@ -104,17 +111,19 @@ def main() -> int:
     widths = [max(len(panel["values"][0]), 2) for panel in panels]
     ranks = len(panels[0]["values"])
     height = min(max(3.4, 1.6 + 0.45 * ranks), 12)
+    width = min(2.4 * len(panels) + 0.55 * sum(widths), 24)
     figure, axes = plt.subplots(
         1,
         len(panels),
-        figsize=(min(2.4 * len(panels) + 0.55 * sum(widths), 24), height),
+        figsize=(width, height),
         width_ratios=widths,
         squeeze=False,
         layout="constrained",
     )
     for place, panel in zip(axes[0], panels):
         figure.colorbar(draw(place, panel, found.get("domains", [])), ax=place)
-    figure.supxlabel("\n".join(found["odd"]) or "Nothing odd.", size=9, wrap=True)
+    lines = [textwrap.fill(odd, int(CHARACTERS * width)) for odd in found["odd"]]
+    figure.supxlabel("\n".join(lines) or "Nothing odd.", size=9)
     figure.savefig(args.out, dpi=130, metadata={"Date": None} if args.out.suffix == ".svg" else {})
     return 0
 

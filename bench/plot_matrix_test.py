@@ -64,7 +64,8 @@ class Draw(unittest.TestCase):
         axes = drawn(latency)
         self.assertEqual((axes.colours, axes.numbers[0, 2]), ("cividis_r", ("9", "white")))
         self.assertEqual(axes.numbers[0, 1], ("1.5", "black"))
-        self.assertEqual(plot_matrix.short(101420.0), "101k")
+        short = [plot_matrix.short(value) for value in (101420, 0.00808, 0)]
+        self.assertEqual(short, ["101k", "0.01", "0"])
         axes = drawn(rate)
         self.assertEqual((axes.colours, axes.numbers[0, 2]), ("cividis", ("100", "white")))
         self.assertNotIn((1, 1), axes.numbers)
@@ -76,6 +77,11 @@ class Draw(unittest.TestCase):
         self.assertEqual(drawn(no_cpu).image, [[4], [0], [0]])
         idle = {"waits_ns": [[0, 5], [6, 0]], "odd": []}
         self.assertEqual(len(plot_matrix.panels_of(idle)), 1)
+
+    def test_long_waits_are_in_milliseconds(self):
+        waits, no_cpu = plot_matrix.panels_of({"waits_ns": [[2e6, 105e6], [5e5, 0]]})
+        self.assertEqual((waits["title"], no_cpu["title"]), ("Waits, ms", "No CPU, ms"))
+        self.assertEqual((drawn(waits).image[0][1], drawn(no_cpu).image), (105, [[2], [0]]))
 
     def test_many_ranks_have_no_numbers(self):
         ranks = plot_matrix.NUMBERED + 1
