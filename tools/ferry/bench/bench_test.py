@@ -147,6 +147,7 @@ class Bench(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stderr)
         for word in (*THROUGHPUT, *LATENCY, "p50", "p95", "logical GB/s", "wire GB/s"):
             self.assertIn(word, result.stdout)
+        self.assertNotIn("alone us", result.stdout)  # of GPUs
         self.assertIn("bench: throughput mode", result.stderr)
         self.assertEqual(left_in_shared_memory(before), set())
 

@@ -107,13 +107,25 @@ std::string title_of(const BenchSettings& s) {
       s.topk, s.experts, name_of(s.routes), s.seed);
 }
 
-std::string row_of(const BenchResult& r) {
+// Numbers of SMs, and times of a GPU alone, are columns where `sweeps` has them.
+std::string head_of(const BenchLine& line, bool sweeps) {
+  return fmt::format("\n{:<27}{}{:>10}{:>10}{}{:>14}{:>12}\n",
+                     fmt::format("{} tokens a rank, {}", line.tokens, ferry::name_of(line.dtype)),
+                     sweeps ? "  SMs" : "", "p50 us", "p95 us", sweeps ? "  alone us" : "",
+                     "logical GB/s", "wire GB/s");
+}
+
+std::string row_of(const BenchResult& r, bool sweeps) {
   const BenchLine& line = r.line;
-  std::string text =
-      fmt::format("{:<27}{:>5}{:>10.1f}{:>10.1f}", traits(line.which).name,
-                  has_sms(line.which) && line.num_sms > 0 ? std::to_string(line.num_sms) : "-",
-                  r.times.p50, r.times.p95);
-  text += r.alone.p50 > 0 ? fmt::format("{:>10.1f}", r.alone.p50) : fmt::format("{:>10}", "-");
+  std::string text = fmt::format("{:<27}", traits(line.which).name);
+  if (sweeps) {
+    text += fmt::format(
+        "{:>5}", has_sms(line.which) && line.num_sms > 0 ? std::to_string(line.num_sms) : "-");
+  }
+  text += fmt::format("{:>10.1f}{:>10.1f}", r.times.p50, r.times.p95);
+  if (sweeps) {
+    text += r.alone.p50 > 0 ? fmt::format("{:>10.1f}", r.alone.p50) : fmt::format("{:>10}", "-");
+  }
   return text + (r.row_bytes == 0
                      ? fmt::format("{:>14}{:>12}\n", "-", "-")
                      : fmt::format("{:>14.2f}{:>12.2f}\n", r.logical_gbps(), r.wire_gbps()));
@@ -271,13 +283,10 @@ std::string table(const BenchSettings& s, const std::vector<BenchResult>& result
   for (const BenchResult& r : results) {
     const BenchLine& line = r.line;
     if (before == nullptr || before->tokens != line.tokens || before->dtype != line.dtype) {
-      text +=
-          fmt::format("\n{:<27}{:>5}{:>10}{:>10}{:>10}{:>14}{:>12}\n",
-                      fmt::format("{} tokens a rank, {}", line.tokens, ferry::name_of(line.dtype)),
-                      "SMs", "p50 us", "p95 us", "alone us", "logical GB/s", "wire GB/s");
+      text += head_of(line, s.sweeps());
     }
     before = &line;
-    text += row_of(r);
+    text += row_of(r, s.sweeps());
   }
   text += fmt::format(
       "\nTime: {} samples after {} to warm up, of every sample the slowest rank. Full: plan and "
