@@ -11,7 +11,6 @@
 #include <type_traits>
 
 #include "base/text.hpp"
-#include "engine/aside.hpp"
 #include "fabric/shm/names.hpp"
 
 namespace ferry::engine {
@@ -143,8 +142,8 @@ void ArbiterFile::leave(const Member::Seats& view) const {
 }
 
 std::optional<Arbiter::Said> Arbiter::ask(const Said& asked) {
-  if (!answer_.valid()) answer_ = aside<Said>([decide = decide_, asked] { return decide(asked); });
-  if (answer_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) return std::nullopt;
+  if (!answer_.valid()) answer_ = Aside<Said>([decide = decide_, asked] { return decide(asked); });
+  if (!answer_.ready_in(std::chrono::seconds(0))) return std::nullopt;
   return answer_.get();
 }
 

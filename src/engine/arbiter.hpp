@@ -3,10 +3,10 @@
 #pragma once
 #include <cstdint>
 #include <functional>
-#include <future>
 #include <optional>
 #include <string>
 
+#include "engine/aside.hpp"
 #include "engine/seating.hpp"
 #include "fabric/segment_handle.hpp"
 #include "platform/locked_file.hpp"
@@ -58,7 +58,7 @@ class Arbiter {
 
  private:
   Decide decide_;
-  std::future<Said> answer_{};
+  Aside<Said> answer_{};
 };
 
 }  // namespace ferry::engine

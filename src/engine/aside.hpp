@@ -5,7 +5,9 @@
 #include <functional>
 #include <future>
 #include <thread>
+#include <type_traits>
 #include <utility>
+#include <variant>
 
 #include "ferry/error.hpp"
 #include "platform/death_watch.hpp"
@@ -14,22 +16,57 @@ namespace ferry::engine {
 
 /// When the result is there, the waits of this process wake.
 template <class Result>
-std::future<Result> aside(std::function<Result()> work) {
-  std::packaged_task<Result()> task(std::move(work));
-  std::future<Result> result = task.get_future();
-  std::thread([task = std::move(task)]() mutable {
-    task();
-    DeathWatch::tell();
-  }).detach();
-  return result;
-}
+class Aside {
+ public:
+  Aside() = default;
+  explicit Aside(std::function<Result()> work) {
+    std::packaged_task<Outcome()> task([work = std::move(work)] { return outcome_of(work); });
+    outcome_ = task.get_future();
+    std::thread([task = std::move(task)]() mutable {
+      task();
+      DeathWatch::tell();
+    }).detach();
+  }
+
+  bool valid() const { return outcome_.valid(); }
+  bool ready_in(std::chrono::nanoseconds time) const {
+    return outcome_.wait_for(time) == std::future_status::ready;
+  }
+  /// Once it is ready; throws what the work threw.
+  Result get() {
+    Outcome outcome = outcome_.get();
+    if (Error* error = std::get_if<Error>(&outcome)) throw Error(std::move(*error));
+    if constexpr (!std::is_void_v<Result>) return std::get<Result>(std::move(outcome));
+  }
+
+ private:
+  using Value = std::conditional_t<std::is_void_v<Result>, std::monostate, Result>;
+  /// An error is moved to its reader. The two threads would share an exception_ptr, and
+  /// ThreadSanitizer does not see which of them frees it.
+  using Outcome = std::variant<Value, Error>;
+
+  static Outcome outcome_of(const std::function<Result()>& work) {
+    try {
+      if constexpr (std::is_void_v<Result>) {
+        work();
+        return Value{};
+      } else {
+        return work();
+      }
+    } catch (const Error& error) {
+      return error;
+    }
+  }
+
+  std::future<Outcome> outcome_{};
+};
 
 /// Waits for the result, but throws Error(system) with `late` when it is not there in time.
 template <class Result>
 Result at_most_for(std::chrono::nanoseconds deadline, const std::string& late,
                    std::function<Result()> work) {
-  std::future<Result> result = aside<Result>(std::move(work));
-  if (result.wait_for(deadline) == std::future_status::ready) return result.get();
+  Aside<Result> aside(std::move(work));
+  if (aside.ready_in(deadline)) return aside.get();
   throw Error(ErrorKind::system, late, {});
 }
 
