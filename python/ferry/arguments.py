@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import numbers
 import operator
+import reprlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -58,16 +60,52 @@ def take_new_names(call: str, names: dict[str, str], keywords: dict[str, Any]) -
         keywords[new] = keywords.pop(old)
 
 
+def tensor_words(value: object) -> str | None:
+    """Dtype and shape of a tensor of torch: its elements may be freed, or on a GPU. None: it is
+    none."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return None
+    extents = "other rows" if value.is_nested else f"shape {tuple(value.shape)}"
+    return f"{value.dtype} of {extents}"
+
+
+class _Shown(reprlib.Repr):
+    """`repr` of what may hold tensors, at a few levels."""
+
+    def repr1(self, x: Any, level: int) -> str:
+        words = tensor_words(x)
+        if words is not None:
+            return words
+        return super().repr1(x, level)
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if isinstance(x, tuple):  # of a class of its own, whose repr would print what is in it
+            return type(x).__name__ + self.repr_tuple(tuple(tuple.__iter__(x)), level)
+        return repr(x)
+
+
+_MOST_SHOWN = 60  # characters
+_SHOWN = _Shown()
+_SHOWN.maxstring = _SHOWN.maxlong = 2 * _MOST_SHOWN
+
+
+def shown(value: object) -> str:
+    """`repr`, short, that reads no tensor and raises nothing."""
+    words = tensor_words(value)
+    if words is None:
+        try:
+            words = _SHOWN.repr(value)
+        except Exception:  # of the object, or an integer of more digits than Python likes to print
+            words = "an object that cannot be printed"
+    words = " ".join(words.split())
+    return words if len(words) <= _MOST_SHOWN else words[: _MOST_SHOWN - 3] + "..."
+
+
 def describe(value: object) -> str:
     """A value in a message: short, with its type when that says more."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of more digits than Python likes to print
-        text = "an object that cannot be printed"
-    if len(text) > 60:
-        text = text[:57] + "..."
-    name = type(value).__name__
-    return f"{text} ({name})" if not isinstance(value, str) else text
+    words = shown(value)
+    return f"{words} ({type(value).__name__})" if not isinstance(value, str) else words
 
 
 def refuse(name: str, got: str, expected: str) -> NoReturn:
@@ -75,13 +113,28 @@ def refuse(name: str, got: str, expected: str) -> NoReturn:
     raise InvalidArgumentError(f"{name}: got {got}; expected {expected}")
 
 
+def whole_number(value: Any) -> int | None:
+    """Anything with `__index__`, but no bool and no tensor whose element is not there; None: it is
+    no such thing."""
+    if type(value) is int:
+        return value
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        plain = value.layout is torch.strided and not value.is_meta and not value.is_nested
+        if not plain or value.numel() != 1:
+            return None
+        if value.untyped_storage().nbytes() < (value.storage_offset() + 1) * value.itemsize:
+            return None
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
 def integer(name: str, value: Any, low: int = 0, high: int = INT64_MAX) -> int:
     """An integer (anything with `__index__`, but no bool) from `low` to `high`."""
-    if isinstance(value, bool):
-        refuse(name, describe(value), "an integer")
-    try:
-        number = operator.index(value)
-    except TypeError:
+    number = whole_number(value)
+    if number is None:
         refuse(name, describe(value), "an integer")
     if low <= number <= high:
         return number
@@ -114,9 +167,11 @@ def flag(name: str, value: Any) -> bool:
 
 
 def text(name: str, value: Any) -> str:
-    """A string."""
+    """A string, of characters that UTF-8 has."""
     if not isinstance(value, str):
         refuse(name, describe(value), "a string")
+    if any("\ud800" <= one <= "\udfff" for one in value):
+        refuse(name, ascii(value), "characters that UTF-8 has")
     return value
 
 

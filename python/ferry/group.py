@@ -73,7 +73,7 @@ MOST_MEMORY_BYTES = 64 << 40
 def path(name: str, value: Any, expected: str) -> str:
     if not isinstance(value, (str, os.PathLike)):
         refuse(name, describe(value), expected)
-    return os.fsdecode(value)
+    return text(name, os.fsdecode(value))
 
 
 def pair(value: Any) -> tuple[Any, Any]:

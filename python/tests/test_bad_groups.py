@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from bad_calls import BadCall, Call, check_refused_by_one_rank, each
 
 import ferry
@@ -21,6 +22,13 @@ def make(**options: Any) -> Call:
 def tcp(**options: Any) -> Call:
     settings = {"rank": 0, "size": 1, "port": 9, "secret": "s"} | options
     return lambda e: ferry.tcp(**settings)
+
+
+def freed(element: Any) -> torch.Tensor:
+    """Reading it would end the process."""
+    tensor = torch.tensor(element)
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 CALLS: list[BadCall] = [
@@ -41,6 +49,10 @@ CALLS: list[BadCall] = [
     ("group: backend", make(backend="gpu"), "backend", "gpu", "host"),
     ("group: arbiter", make(arbiter=3), "arbiter", "3", "a directory"),
     ("group: arbiter of zeros", make(arbiter="a\0b"), "arbiter", "3 bytes", "none of them zero"),
+    ("group: no characters", make(arbiter="a\udcff"), "arbiter", "udcff", "UTF-8"),
+    ("group: no name", make(elastic="\ud800"), "elastic", "ud800", "UTF-8"),
+    ("group: freed number", make(experts=freed(4)), "experts", r"int64 of shape \(\)", "integer"),
+    ("group: freed words", make(fabric=[freed(4.0)]), "fabric", r"\[torch.float32", '"shm"'),
     ("threads: none", lambda e: ferry.threads(0), "ranks", "0", "1 to 4096"),
     ("tcp: rank", tcp(rank=2, size=2), "rank", "2", "0"),
     ("tcp: port", tcp(port=0), "port", "0", "1 to 65535"),

@@ -11,6 +11,7 @@ from torch import Tensor
 from deep_ep.config import domains_of
 from deep_ep.errors import refuse, require
 from deep_ep.layout import ranks_of_tokens
+from ferry.arguments import tensor_words
 from ferry.tensors import storage_of
 
 _ROW_STEP_BYTES = 16
@@ -58,7 +59,7 @@ def check_rows(call: str, name: str, x: Any) -> None:
 
 def carried_rows(x: Tensor) -> Tensor:
     """Rows as Ferry takes them: of a dtype that it does not know, their bytes."""
-    return x if x.dtype in _CARRIED else x.detach().view(torch.uint8)
+    return x if x.dtype in _CARRIED else x.detach().resolve_conj().resolve_neg().view(torch.uint8)
 
 
 def check_routes(call: str, topk_idx: Any) -> None:
@@ -151,13 +152,11 @@ def biases(call: str, x: Tensor, bias: Any, plan: Any) -> tuple[Tensor | None, T
             continue
         good = one.shape == shape and one.dtype == x.dtype and one.is_contiguous()
         require(good, call, "bias", words(one), f"a contiguous tensor of {x.dtype}, shape {shape}")
-        require(one.device == x.device, call, "bias", one.device, f"{x.device}, as x")
+        require(one.device == x.device, call, "bias", str(one.device), f"{x.device}, as x")
         check_memory(call, bias=one)
     return both
 
 
 def words(value: object) -> str:
     """What it is, for messages."""
-    if isinstance(value, Tensor):
-        return f"{value.dtype} of shape {tuple(value.shape)}"
-    return f"an object of type {type(value).__name__}"
+    return tensor_words(value) or f"an object of type {type(value).__name__}"

@@ -87,7 +87,7 @@ class Balancing:
         wanted = f"torch.int32 of shape ({self.num_ranks}, any)"
         require(good, call, "redundancy_mapping", getattr(mapping, "dtype", mapping), wanted)
         check_memory(call, redundancy_mapping=mapping)
-        event = event_of(previous)
+        event = event_of(call, previous)
         if event is not None:
             event.current_stream_wait()
         found: list[list[int]] = mapping.tolist()
@@ -95,6 +95,7 @@ class Balancing:
 
     def _require_region(self, call: str, name: str, tensor: Tensor) -> None:
         region = self._lb_storage
+        check_memory(call, **{name: tensor})
         begin = tensor.data_ptr() - region.data_ptr()
         size = tensor.numel() * tensor.element_size()
         good = size == 0 or 0 <= begin <= region.numel() - size

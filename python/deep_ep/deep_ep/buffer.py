@@ -12,9 +12,8 @@ from deep_ep.environment import qp_depth
 from deep_ep.errors import refuse, require, require_integer, warn_once
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.low_latency import LowLatency
+from deep_ep.sizes import MOST_BYTES
 from deep_ep.throughput import Throughput
-
-_MOST_BYTES = 1 << 62  # that ranks tell each other
 
 
 class Buffer(Regroups, Throughput, LowLatency):
@@ -161,9 +160,9 @@ class Buffer(Regroups, Throughput, LowLatency):
 
 
 def _size(name: str, value: Any) -> int:
-    expected = f"a multiple of 128, 0 to {_MOST_BYTES}"
+    expected = f"a multiple of 128, 0 to {MOST_BYTES}"
     size = require_integer("Buffer", name, value, 0, expected)
-    require(size % 128 == 0 and size <= _MOST_BYTES, "Buffer", name, size, expected)
+    require(size % 128 == 0 and size <= MOST_BYTES, "Buffer", name, size, expected)
     return size
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import operator
+import math
+import numbers
 import warnings
 from typing import Any, NoReturn
+
+from ferry.arguments import shown, whole_number
 
 
 class EPException(AssertionError, RuntimeError):  # noqa: N818
@@ -21,14 +24,29 @@ def require(condition: bool, call: str, argument: str, got: object, expected: st
 def require_integer(call: str, argument: str, value: Any, least: int | None, expected: str) -> int:
     """Of anything that is an integer, as NumPy's are, but no bool, and not below `least`; None:
     any."""
-    if isinstance(value, bool):
-        refuse(call, argument, value, expected)
-    try:
-        number = operator.index(value)
-    except TypeError:
-        refuse(call, argument, repr(value), expected)
+    number = whole_number(value)
+    if number is None:
+        refuse(call, argument, shown(value), expected)
     require(least is None or number >= least, call, argument, value, expected)
     return number
+
+
+def require_positive(
+    call: str, argument: str, value: Any, expected: str, or_zero: bool = False
+) -> None:
+    """A real number above 0, or that, no bool."""
+    good = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not good or not (0 < value < math.inf or (or_zero and value == 0)):
+        refuse(call, argument, shown(value), expected)
+
+
+def require_flags(call: str, **flags: Any) -> None:
+    """True or False, or what stands for them: 1, 0 and None, and those of NumPy."""
+    for argument, value in flags.items():
+        if isinstance(value, bool) or value is None:
+            continue
+        if type(value).__name__ not in ("bool", "bool_") and whole_number(value) not in (0, 1):
+            refuse(call, argument, shown(value), "True or False")
 
 
 _warned: set[str] = set()
@@ -53,4 +71,5 @@ def refuse_destroyed() -> NoReturn:
 
 
 def refuse(call: str, argument: str, got: object, expected: str) -> NoReturn:
+    got = got if isinstance(got, str) else shown(got)
     raise EPException(f"{call}: {argument}: got {got}; expected {expected}")

@@ -14,14 +14,13 @@ from deep_ep.borrowed import tensor_of
 from deep_ep.buffers.base import Communicating, Regroups
 from deep_ep.call import Call, column_major, with_scales
 from deep_ep.ep_handle import Arrived, EPHandle, exchange_of, worst_rows
-from deep_ep.errors import refuse, require, require_integer
+from deep_ep.errors import refuse, require, require_flags, require_integer, require_positive
 from deep_ep.gradients import without_gradients
 from deep_ep.handles import Exchange
-from deep_ep.sizes import SIZE_STEP, buffer_bytes, size_hint, theoretical_sms
+from deep_ep.sizes import MOST_BYTES, SIZE_STEP, buffer_bytes, size_hint, theoretical_sms
 from deep_ep.streams import Turn, event_of
-from ferry.arguments import INT32_MAX
+from ferry.arguments import INT32_MAX, whole_number
 
-_MOST_BYTES = 1 << 62
 _QPS = {False: 17, True: 129}  # that the original allocates, by allow_hybrid_mode
 
 
@@ -34,7 +33,12 @@ class When(NamedTuple):
     allocate_on_comm_stream: bool = False
 
     def turn(self, call: str, runtime: Any, device: torch.device) -> Turn:
-        previous = event_of(self.previous_event)
+        require_flags(
+            call,
+            async_with_compute_stream=self.async_with_compute_stream,
+            allocate_on_comm_stream=self.allocate_on_comm_stream,
+        )
+        previous = event_of(call, self.previous_event)
         if previous is not None:
             good, expected = self.allocate_on_comm_stream, "True beside previous_event"
             require(good, call, "allocate_on_comm_stream", False, expected)
@@ -49,10 +53,26 @@ class When(NamedTuple):
 
 
 AT_ONCE = When()
+
+
+def when_of(previous: Any, before_epilogue: Any, asynchronous: bool, allocates: bool) -> When:
+    """Of a call's arguments; AT_ONCE for most calls."""
+    if previous is None and before_epilogue is None and asynchronous is False is allocates:
+        return AT_ONCE
+    return When(previous, before_epilogue, asynchronous, allocates)
+
+
 _F32 = torch.float32
 _IDS = (torch.int64, torch.int32)
 _MOST_KNOWN = 64  # settings that were checked
-_NOT_SAID = (None, None, None)
+_MODES = (
+    "deterministic",
+    "allow_hybrid_mode",
+    "allow_multiple_reduction",
+    "prefer_overlap_with_compute",
+)
+_PLAIN = {int, type(None)}
+_FLAGS = {bool, type(None)}
 
 
 class Routes(NamedTuple):
@@ -92,20 +112,21 @@ class Experts(Regroups, Communicating):
         prefer_overlap_with_compute. seconds: the timeouts of CPU and GPU."""
         call = type(self).__name__
         tokens, hidden, topk = (
-            require_integer(call, name, value, 0, "0 or more")
+            _whole(call, name, value, 0)
             for name, value in zip(("num_max_tokens_per_rank", "hidden", "num_topk"), sizes)
         )
+        require_flags(call, use_fp8_dispatch=sizes[3], **dict(zip(_MODES, modes)))
         self.num_max_tokens_per_rank = tokens
         self.deterministic, self.allow_hybrid_mode = modes[:2]
         self.allow_multiple_reduction, self.prefer_overlap_with_compute = modes[2:]
         qps = require_integer(call, "num_allocated_qps", num_allocated_qps, 0, "0 or more")
         self.num_allocated_qps = qps or _QPS[bool(self.allow_hybrid_mode)]
         for name, value in zip(("num_cpu_timeout_secs", "num_gpu_timeout_secs"), seconds):
-            require(value > 0, call, name, value, "more than 0 seconds")
+            require_positive(call, name, value, "more than 0 seconds")
         if num_bytes is not None:
-            expected = f"a multiple of {SIZE_STEP}, 0 to {_MOST_BYTES}"
+            expected = f"a multiple of {SIZE_STEP}, 0 to {MOST_BYTES}"
             num_bytes = require_integer(call, "num_bytes", num_bytes, 0, expected)
-            good = num_bytes % SIZE_STEP == 0 and num_bytes <= _MOST_BYTES
+            good = num_bytes % SIZE_STEP == 0 and num_bytes <= MOST_BYTES
             require(good, call, "num_bytes", num_bytes, expected)
         self._meet(
             group,
@@ -190,7 +211,8 @@ class Experts(Regroups, Communicating):
         at least 24.
         """
         call = "get_theoretical_num_sms"
-        require(num_scaleout_topk == 0, call, "num_scaleout_topk", num_scaleout_topk, "0")
+        scaleout = whole_number(num_scaleout_topk)
+        require(scaleout == 0, call, "num_scaleout_topk", num_scaleout_topk, "0")
         experts = require_integer(call, "num_experts", num_experts, 1, "at least 1")
         topk = require_integer(call, "num_topk", num_topk, 1, f"1 to {experts}")
         require(topk <= experts, call, "num_topk", topk, f"1 to {experts}")
@@ -204,6 +226,8 @@ class Experts(Regroups, Communicating):
         rows, scales = arguments.rows_and_scales(call, x) if isinstance(x, tuple) else (x, None)
         arguments.check_rows(call, "x", rows)
         carried = None if scales is None else arguments.carried_scales(call, rows, scales)
+        if not _FLAGS.issuperset(map(type, routes[7:])):
+            require_flags(call, **dict(zip(Routes._fields[7:], routes[7:])))
         if routes.do_zero_padding and not routes.do_expand:
             refuse(call, "do_zero_padding", True, "do_expand=True beside it")
         cached = routes.handle
@@ -245,8 +269,9 @@ class Experts(Regroups, Communicating):
         if most is None:
             most = self.num_max_tokens_per_rank
         said = (routes.num_experts, most, routes.expert_alignment, num_sms)
-        # True is 1, but no number of experts.
-        key = (said, tuple(map(type, said)), routes.do_expand, topk, ids.dtype)
+        if not _PLAIN.issuperset(map(type, said)):  # True is 1, and the number of a tensor changes
+            said = tuple(self._checked(*said).values())
+        key = (said, bool(routes.do_expand), topk, ids.dtype)
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= _MOST_KNOWN:
@@ -423,16 +448,21 @@ class Experts(Regroups, Communicating):
 
 def _check_cached(routes: Routes, handle: EPHandle, rows: Tensor) -> None:
     """What is given beside a handle says the same."""
-    call, known = "dispatch", handle.__dict__
+    call, known, then = "dispatch", handle.__dict__, ", as of the handle"
     if routes.topk_idx is not None:
         refuse(call, "topk_idx", "a tensor", "None beside a handle")
     if routes.do_cpu_sync:
         refuse(call, "do_cpu_sync", True, "None or False beside a handle")
-    if routes[3:6] != _NOT_SAID or bool(routes.do_expand) != known["do_expand"]:
-        for name in ("num_experts", "num_max_tokens_per_rank", "expert_alignment", "do_expand"):
+    ids, most, step = routes[3:6]
+    said = ids is not None or most is not None or step is not None
+    if said or bool(routes.do_expand) != known["do_expand"]:
+        wanted = known["do_expand"]
+        given = bool(routes.do_expand)
+        require(given == wanted, call, "do_expand", given, f"{wanted}{then}")
+        for name in ("num_experts", "num_max_tokens_per_rank", "expert_alignment"):
             given = getattr(routes, name)
-            if given is not None and given != known[name]:
-                refuse(call, name, given, f"{known[name]}, as of the handle")
+            if given is not None and whole_number(given) != known[name]:
+                refuse(call, name, given, f"{known[name]}{then}")
     tokens = known["_exchange"].plan.tokens
     if rows.shape[0] != tokens:
         refuse(call, "x", f"{rows.shape[0]} rows", f"{tokens}, as of the handle")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from deep_ep.errors import refuse, require, require_integer
+from deep_ep.errors import refuse, require, require_flags, require_integer
+from ferry.arguments import shown
 
 _TOKEN_STEP = 16
 
@@ -117,10 +118,11 @@ class Configurer:
             step = require_integer(call, "pad_multiple", given["pad_multiple"], 0, "0 or more")
             config.pad_multiple = step
         if given["use_fp8"] is not None:
+            require_flags(call, use_fp8=given["use_fp8"])
             config.token_data_type = "UINT8" if given["use_fp8"] else "UINT16"
         for name, value in further.items():
             if name not in _NAMES:
-                refuse(call, name, repr(value), "a field of HybridEpConfigInstance")
+                refuse(call, name, shown(value), "a field of HybridEpConfigInstance")
             setattr(config, name, value)
         require(config.is_valid(), call, "config", config, "hidden_dim and experts of at least 1")
         return config

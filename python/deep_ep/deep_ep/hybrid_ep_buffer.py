@@ -10,11 +10,12 @@ from torch import Tensor
 
 import ferry.torch
 from deep_ep import arguments
-from deep_ep.errors import require, require_integer
+from deep_ep.errors import require, require_flags, require_integer
 from deep_ep.gradients import without_gradients
 from deep_ep.hybrid_config import BufferConfig, Configurer, HybridEpConfigInstance
 from deep_ep.hybrid_exchange import HybridExchange
 from deep_ep.hybrid_handles import HybridCall, indices_to_map, kept_of, rows_of
+from ferry.arguments import INT32_MAX, whole_number
 
 __all__ = ["HybridEPBuffer", "HybridEpConfigInstance", "indices_to_map"]
 
@@ -153,7 +154,7 @@ class HybridEPBuffer(HybridExchange):
         rows = kept.exchange.rows
         if num_dispatched_tokens is not None:
             expected = f"{rows}, which arrived"
-            good = num_dispatched_tokens == rows
+            good = whole_number(num_dispatched_tokens) == rows
             require(good, "dispatch", "num_dispatched_tokens", num_dispatched_tokens, expected)
         dense = None
         if weights is not None:
@@ -226,9 +227,10 @@ class HybridEPBuffer(HybridExchange):
         ):
             if value is not None:
                 warnings.warn(f"{name}: {old} is deprecated", DeprecationWarning, stacklevel=3)
+        require_flags(name, use_host_meta=use_host_meta, non_blocking=non_blocking, use_fp8=use_fp8)
         if use_host_meta is not None:
             non_blocking = not use_host_meta
-        step = require_integer(name, "pad_multiple", pad_multiple or 0, 0, "0 or more, or None")
+        step = _step(name, pad_multiple)
         most = rows_of(name, num_permuted_tokens, non_blocking, step)
         arguments.check_rows(name, "hidden", hidden)
         one_byte = hidden.element_size() == 1
@@ -259,7 +261,7 @@ class HybridEPBuffer(HybridExchange):
             text = f"{name}: num_dispatched_tokens is deprecated"
             warnings.warn(text, DeprecationWarning, stacklevel=3)
         kept = kept_of(name, handle, 11)
-        good = pad_multiple is None or max(pad_multiple, 1) == kept.alignment
+        good = pad_multiple is None or max(_step(name, pad_multiple), 1) == kept.alignment
         expected = f"{kept.alignment}, as of the dispatch, or None"
         require(good, name, "pad_multiple", pad_multiple, expected)
         if probs is not None:
@@ -268,3 +270,13 @@ class HybridEPBuffer(HybridExchange):
             expected = f"torch.float32 of shape ({kept.exchange.rows},)"
             require(good, name, "probs", arguments.words(probs), expected)
         return self._bring_back(name, hidden, probs, kept)
+
+
+def _step(call: str, pad_multiple: Any) -> int:
+    """The number of rows, 0 for None."""
+    if pad_multiple is None:
+        return 0
+    expected = f"0 to {INT32_MAX}, or None"
+    step = require_integer(call, "pad_multiple", pad_multiple, 0, expected)
+    require(step <= INT32_MAX, call, "pad_multiple", step, expected)
+    return step

@@ -199,6 +199,7 @@ class HybridExchange(BufferBase):
             count = require_integer(
                 name, "num_of_experts", experts, 1, "at least 1, beside topk_idx"
             )
+            self._experts_per_rank(call, count, "num_of_experts")  # of what size the map becomes
             if not topk_idx.is_cuda and topk_idx.numel() > 0:  # else the CPU would wait for it
                 most = int(topk_idx.max())
                 require(most < count, name, "topk_idx", f"expert {most}", f"less than {count}")

@@ -13,7 +13,7 @@ from torch import Tensor
 import ferry
 from deep_ep.arguments import check_memory
 from deep_ep.block_signals import Blocks, signals_of
-from deep_ep.errors import refuse, require
+from deep_ep.errors import refuse, require, require_flags, require_integer
 from deep_ep.event import EventOverlap
 from deep_ep.gradients import without_gradients
 from deep_ep.groups import Groups
@@ -38,6 +38,8 @@ from deep_ep.survivors import Members, moved
 
 Handle = tuple[Tensor, Tensor, int, int, int]
 Hook = Callable[[], None]
+_FLAGS = {bool, type(None)}
+_WIRE_FLAGS = ("use_fp8", "round_scale", "use_ue8m0", "use_nvfp4", "use_ue8m0_for_sf")
 
 
 class LowLatency(Masks):
@@ -130,6 +132,9 @@ class LowLatency(Masks):
         call = "low_latency_dispatch"
         check_mode(call, self.low_latency_mode, async_finish, return_recv_hook)
         check_tokens(call, x, topk_idx)
+        given = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_ue8m0_for_sf)
+        if not _FLAGS.issuperset(map(type, given)):
+            require_flags(call, **dict(zip(_WIRE_FLAGS, given)))
         if use_nvfp4:
             of_fp8 = round_scale or use_ue8m0
             wire = nvfp4_of(call, use_fp8, of_fp8, use_ue8m0_for_sf, x_global_scale)
@@ -140,6 +145,10 @@ class LowLatency(Masks):
                 refuse(call, name, "one of them", "use_nvfp4=True beside it")
         capacity, experts = num_max_dispatch_tokens_per_rank, num_experts
         tokens, hidden = x.shape
+        if type(capacity) is not int or type(experts) is not int:  # as a key True is 1
+            name = "num_max_dispatch_tokens_per_rank"
+            capacity = require_integer(call, name, capacity, 1, "a positive integer")
+            experts = require_integer(call, "num_experts", experts, 1, "a positive integer")
         key = (capacity, hidden, experts, topk_idx.shape[1], x.dtype, x.device, False)
         rounds = self._latency_rounds.get(key)
         if rounds is None:

@@ -67,7 +67,7 @@ def nvfp4_of(
 
 def wire_of(call: str, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Wire:
     """Ferry's arguments for how rows cross."""
-    found = _WIRES.get((use_fp8, round_scale, use_ue8m0))
+    found = _WIRES.get((bool(use_fp8), bool(round_scale), bool(use_ue8m0)))
     if found is None:
         refuse(call, "use_ue8m0", "True", "round_scale=True beside it: exponents say no more")
     return found

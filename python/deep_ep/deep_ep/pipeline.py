@@ -14,6 +14,7 @@ from deep_ep.errors import refuse, require, require_integer
 from deep_ep.gradients import without_gradients
 from deep_ep.groups import Groups
 from deep_ep.sizes import SIZE_STEP, TMA_STEP, round_up
+from ferry.arguments import whole_number
 
 
 class Pipeline:
@@ -76,8 +77,14 @@ class Pipeline:
         require(0 < size <= self._most, call, "x", f"{size} bytes", f"1 to {self._most}")
         near = {(self._rank + 1) % self._size, (self._rank - 1) % self._size}
         expected = f"a neighbour in the ring: {sorted(near)}"
-        require(peer in near, call, "the other rank", peer, expected)
-        require(num_sms in (None, 0), call, "num_sms", num_sms, "0: CPU memory takes no SMs")
+        require(whole_number(peer) in near, call, "the other rank", peer, expected)
+        require(
+            num_sms is None or whole_number(num_sms) == 0,
+            call,
+            "num_sms",
+            num_sms,
+            "0: CPU memory takes no SMs",
+        )
 
 
 class PipelineCalls:

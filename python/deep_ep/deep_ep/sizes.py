@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
-from deep_ep.errors import require, require_integer
+from deep_ep.errors import require_integer, require_positive
 
 SIZE_STEP = 2 << 20
 """Bytes, of which buffer sizes are multiples."""
+MOST_BYTES = 1 << 62
+"""Of a buffer: what ranks tell each other."""
 TMA_STEP = 32
 """Bytes, of which rows of a grouped GEMM and tensors of a bucket are multiples."""
 _NVLINK_GBS, _RDMA_GBS = 400.0, 50.0
@@ -41,9 +43,9 @@ def theoretical_sms(
     """
     domains, ranks, rdma, nvlink = links
     for name, value in (("rdma_gbs", rdma), ("nvlink_gbs", nvlink)):
-        require(value >= 0, call, name, value, "0 or more")
+        require_positive(call, name, value, "0 or more", or_zero=True)
     for name, value in zip(("sm_read_gbs", "sm_write_gbs"), sm_gbs):
-        require(value > 0, call, name, value, "more than 0")
+        require_positive(call, name, value, "more than 0")
     share = 1 - 1 / ranks  # of the rows go to other ranks of the domain
     gbs = (nvlink or _NVLINK_GBS) / share if share > 0 else 0.0
     if domains > 1:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 import ferry
-from deep_ep.errors import refuse_destroyed, require
+from deep_ep.errors import refuse, refuse_destroyed, require
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.runtime import Runtime
+from ferry.arguments import shown
 
 _HERE: AbstractContextManager[Any] = nullcontext()
 
@@ -40,7 +41,7 @@ class Turn:
     ) -> None:
         if runtime is None:
             refuse_destroyed()
-        previous = event_of(previous_event)
+        previous = event_of(call, previous_event)
         if allocate_on_comm_stream:
             require(
                 previous is not None and async_finish,
@@ -52,9 +53,9 @@ class Turn:
         self._async_finish = async_finish
         self.stream: Any = None
         """The torch.cuda.Stream for Ferry's `stream=`; None: the current one, or none at all."""
+        further = event_of(call, also)
         if device.type != "cuda":
             return
-        further = event_of(also)
         if not async_finish and previous is None:
             if further is not None:
                 further.current_stream_wait()
@@ -93,11 +94,13 @@ class Turn:
         return EventOverlap(EventHandle(self.stream) if self._async_finish else None)
 
 
-def event_of(given: Any) -> EventHandle | None:
+def event_of(call: str, given: Any) -> EventHandle | None:
     """Of what callers pass as an event: an EventHandle, or an EventOverlap with one."""
     if given is None or isinstance(given, EventHandle):
         return given
-    found: EventHandle | None = getattr(given, "event", None)
+    found = given.event if isinstance(given, EventOverlap) else given
+    if found is not None and not isinstance(found, EventHandle):
+        refuse(call, "previous_event", shown(given), "one of a call or of capture(), or None")
     return found
 
 

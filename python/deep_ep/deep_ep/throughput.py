@@ -29,6 +29,7 @@ from deep_ep.handles import (
 )
 from deep_ep.layout import layout_of, rank_routes, slots_here
 from deep_ep.streams import Turn
+from ferry.arguments import shown
 
 _default_dispatch = cache(dispatch_config)
 _default_combine = cache(combine_config)
@@ -300,7 +301,7 @@ class Throughput:
         try:
             sms = config.num_sms
         except AttributeError:
-            refuse(name, "config", repr(config), "a deep_ep.Config, or None")
+            refuse(name, "config", shown(config), "a deep_ep.Config, or None")
         require(sms % 2 == 0, name, "config.num_sms", sms, "an even number")
         turn = Turn(name, self.runtime, rows.device, *when)
         return Call(name, turn, sms // 2, {"stream": turn.stream, "num_sms": sms})

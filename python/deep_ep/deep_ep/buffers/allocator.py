@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_ep.errors import require
-from deep_ep.sizes import SIZE_STEP, round_up
+from deep_ep.errors import refuse, require
+from deep_ep.sizes import MOST_BYTES, SIZE_STEP, round_up
+from ferry.arguments import shown, whole_number
 
 
 class BufferAllocator:
@@ -54,6 +55,7 @@ def planned_bytes(call: str, name: str, given: Any) -> tuple[BufferAllocator | N
     if isinstance(given, BufferAllocator):
         given.require_open(call)
         return given, given.num_bytes
-    good = isinstance(given, int) and not isinstance(given, bool) and given >= 0
-    require(good, call, name, given, "a BufferAllocator, or a number of bytes")
-    return None, given
+    size = whole_number(given)
+    if size is None or not 0 <= size <= MOST_BYTES:
+        refuse(call, name, shown(given), "a BufferAllocator, or a number of bytes")
+    return None, size

@@ -10,7 +10,7 @@ import torch
 import ferry
 import ferry.torch
 from deep_ep.environment import shows_buffers
-from deep_ep.errors import absent, refuse_destroyed, require_integer, warn_once
+from deep_ep.errors import absent, refuse_destroyed, require_flags, require_integer, warn_once
 from deep_ep.event import EventHandle
 from deep_ep.groups import Groups
 from deep_ep.runtime import Runtime
@@ -26,8 +26,9 @@ class BufferBase:
     _groups: Groups
 
     def __init__(self, explicitly_destroy: bool = False) -> None:
-        self.explicitly_destroy = explicitly_destroy
         self.runtime: Any = None
+        require_flags(type(self).__name__, explicitly_destroy=explicitly_destroy)
+        self.explicitly_destroy = explicitly_destroy
 
     @property
     def main_context(self) -> Any:

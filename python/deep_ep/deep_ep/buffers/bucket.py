@@ -14,12 +14,13 @@ import ferry
 from deep_ep.arguments import check_memory
 from deep_ep.buffers.allocator import BufferAllocator, planned_bytes
 from deep_ep.buffers.base import BufferBase, bootstrap_of
-from deep_ep.errors import refuse, require
+from deep_ep.errors import refuse, require, require_positive
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.gradients import without_gradients
 from deep_ep.groups import Groups
 from deep_ep.runtime import Runtime
 from deep_ep.sizes import TMA_STEP, round_up
+from ferry.arguments import shown, whole_number
 
 Some = Tensor | Sequence[Tensor]
 
@@ -51,7 +52,7 @@ class BucketBuffer(BufferBase):
         name, call = "allocation_plan_or_num_bytes", "BucketBuffer"
         plan, self.num_bytes = planned_bytes(call, name, allocation_plan_or_num_bytes)
         require(self.num_bytes > 0, call, name, self.num_bytes, "at least 1 byte")
-        require(num_gpu_timeout_secs > 0, call, "num_gpu_timeout_secs", num_gpu_timeout_secs, "> 0")
+        require_positive(call, "num_gpu_timeout_secs", num_gpu_timeout_secs, "more than 0")
         self.groups = list(group) if isinstance(group, (list, tuple)) else [group]
         require(len(self.groups) > 0, call, "group", "no group", "at least one")
         self._meet(self.groups[0], deadline=num_gpu_timeout_secs, sl_idx=sl_idx)
@@ -92,7 +93,8 @@ class BucketBuffer(BufferBase):
     def get_theoretical_num_sms(self, op: str, group: Any = None) -> int:
         """Of all_gather, reduce_scatter and all_reduce: 0, Ferry's own default."""
         names = ("all_gather", "reduce_scatter", "all_reduce")
-        require(op in names, "get_theoretical_num_sms", "op", repr(op), f"one of {names}")
+        good = isinstance(op, str) and op in names
+        require(good, "get_theoretical_num_sms", "op", shown(op), f"one of {names}")
         self.get_context_idx(group)
         return 0
 
@@ -160,8 +162,8 @@ class BucketBuffer(BufferBase):
         call = "reduce_scatter"
         ranks = self._ranks(group)
         formats = {"fp32": "exact", "bf16": "bf16"}
-        good = comm_precision in formats
-        require(good, call, "comm_precision", repr(comm_precision), "'fp32' or 'bf16'")
+        good = isinstance(comm_precision, str) and comm_precision in formats
+        require(good, call, "comm_precision", shown(comm_precision), "'fp32' or 'bf16'")
         good = comm_precision == "fp32" or (ranks.domains > 1 and not self.storage.is_cuda)
         require(
             good, call, "comm_precision", "'bf16' on one host", "'fp32': sums do not cross hosts"
@@ -265,10 +267,10 @@ class BucketBuffer(BufferBase):
         return self._collectives[index]
 
     def _sms(self, call: str, num_sms: int | None, only: tuple[int, ...] = ()) -> int:
-        good = num_sms is None or (isinstance(num_sms, int) and num_sms >= 0)
-        good = good and (not only or num_sms is None or num_sms in only)
+        sms = 0 if num_sms is None else whole_number(num_sms)
+        good = sms is not None and sms >= 0 and (not only or num_sms is None or sms in only)
         require(good, call, "num_sms", num_sms, "None or 0" if only else "None, or 0 or more")
-        return num_sms or 0
+        return sms or 0
 
 
 class BucketSession:

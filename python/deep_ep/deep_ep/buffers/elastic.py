@@ -10,7 +10,7 @@ from deep_ep.engram import EngramCalls
 from deep_ep.ep_handle import EPHandle
 from deep_ep.errors import require_integer
 from deep_ep.event import EventOverlap
-from deep_ep.experts import AT_ONCE, Experts, Routes, When
+from deep_ep.experts import Experts, Routes, when_of
 from deep_ep.gathering import Gathering
 from deep_ep.pipeline import PipelineCalls
 
@@ -162,7 +162,7 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering, EngramCalls):
             do_zero_padding,
             use_tma_aligned_col_major_sf,
         )
-        when = _when(
+        when = when_of(
             previous_event,
             previous_event_before_epilogue,
             async_with_compute_stream,
@@ -195,7 +195,7 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering, EngramCalls):
 
         Returns combined_x [T, H], combined_topk_weights f32 [T, K] or None, and the event.
         """
-        when = _when(
+        when = when_of(
             previous_event,
             previous_event_before_epilogue,
             async_with_compute_stream,
@@ -205,9 +205,3 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering, EngramCalls):
             x, handle, topk_weights, bias, num_sms, num_qps, when
         )
         return found
-
-
-def _when(previous: Any, before_epilogue: Any, asynchronous: bool, allocates: bool) -> When:
-    if previous is None and before_epilogue is None and not asynchronous and not allocates:
-        return AT_ONCE
-    return When(previous, before_epilogue, asynchronous, allocates)

@@ -12,10 +12,11 @@ from deep_ep.agreement import require_same
 from deep_ep.arguments import words
 from deep_ep.buffers.base import Communicating
 from deep_ep.engram import Entries, Tables, check_dtype, layer_numbers
-from deep_ep.errors import refuse, require, require_integer
+from deep_ep.errors import refuse, require, require_integer, require_positive
 from deep_ep.gradients import without_gradients
 from deep_ep.sizes import SIZE_STEP, round_up
 from deep_ep.utils.envs import domain_sizes
+from ferry.arguments import whole_number
 
 
 class EngramBuffer(Communicating):
@@ -60,7 +61,7 @@ class EngramBuffer(Communicating):
         expected = "True: no rank reads the GPU memory of another one by itself"
         require(bool(use_cpu_rdma_storage), call, "use_cpu_rdma_storage", False, expected)
         seconds = num_gpu_timeout_secs
-        require(seconds > 0, call, "num_gpu_timeout_secs", seconds, "more than 0")
+        require_positive(call, "num_gpu_timeout_secs", seconds, "more than 0")
         self.num_gpu_bytes, self.num_rdma_storage_bytes = num_gpu_bytes, num_rdma_storage_bytes
         self.use_cpu_rdma_storage, self.allow_hybrid_mode = True, allow_hybrid_mode
         self.num_allocated_qps, self.qp_depth = num_allocated_qps, qp_depth
@@ -195,7 +196,13 @@ class EngramBuffer(Communicating):
         context_idx: int | None = None,
     ) -> None:
         """Collective, as of an `EPBuffer`."""
-        require(context_idx in (None, 0), "barrier", "context_idx", context_idx, "None or 0")
+        require(
+            context_idx is None or whole_number(context_idx) == 0,
+            "barrier",
+            "context_idx",
+            context_idx,
+            "None or 0",
+        )
         self._barrier(wait_comm_stream, with_cpu_sync)
 
     def get_physical_domain_size(self) -> tuple[int, int]:

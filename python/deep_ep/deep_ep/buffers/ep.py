@@ -11,10 +11,11 @@ import ferry
 from deep_ep.balancing import Balancing
 from deep_ep.buffers.allocator import BufferAllocator, planned_bytes
 from deep_ep.ep_handle import EPHandle
-from deep_ep.errors import refuse, require
+from deep_ep.errors import require, require_flags
 from deep_ep.event import EventOverlap
-from deep_ep.experts import AT_ONCE, Experts, Routes, When
+from deep_ep.experts import Experts, Routes, when_of
 from deep_ep.sizes import SIZE_STEP
+from ferry.arguments import whole_number
 
 __all__ = ["EPBuffer", "EPHandle"]
 
@@ -97,7 +98,13 @@ class EPBuffer(Experts, Balancing):
         context_idx: int | None = None,
     ) -> None:
         """Collective, as of an `ElasticBuffer`. context_idx: None or 0, the only group."""
-        require(context_idx in (None, 0), "barrier", "context_idx", context_idx, "None or 0")
+        require(
+            context_idx is None or whole_number(context_idx) == 0,
+            "barrier",
+            "context_idx",
+            context_idx,
+            "None or 0",
+        )
         self._barrier(wait_comm_stream, with_cpu_sync)
 
     def dispatch(
@@ -130,10 +137,11 @@ class EPBuffer(Experts, Balancing):
         waits for the counts.
         """
         call = "dispatch"
-        if do_handle_copy:
-            refuse(call, "do_handle_copy", True, "False: nothing is copied")
-        if defer_epilogue:
-            _check_deferred(call, async_with_compute_stream)
+        if do_handle_copy is not False:
+            require_flags(call, do_handle_copy=do_handle_copy)
+            require(not do_handle_copy, call, "do_handle_copy", True, "False: nothing is copied")
+        if defer_epilogue is not False:
+            _check_deferred(call, defer_epilogue, async_with_compute_stream)
         routes = Routes(
             topk_idx,
             topk_weights,
@@ -148,9 +156,7 @@ class EPBuffer(Experts, Balancing):
             do_zero_padding,
             use_tma_aligned_col_major_sf,
         )
-        when = AT_ONCE
-        if previous_event is not None or async_with_compute_stream or allocate_on_comm_stream:
-            when = When(previous_event, None, async_with_compute_stream, allocate_on_comm_stream)
+        when = when_of(previous_event, None, async_with_compute_stream, allocate_on_comm_stream)
         made = self._dispatch(x, routes, num_sms, num_qps, when)
         if not defer_epilogue:
             return made
@@ -176,11 +182,9 @@ class EPBuffer(Experts, Balancing):
         defer_epilogue: needs async_with_compute_stream; returns the event alone, whose `wait()`
         returns the first two results. A bias is read then; the sums cross in f32 for that.
         """
-        if defer_epilogue:
-            _check_deferred("combine", async_with_compute_stream)
-        when = AT_ONCE
-        if previous_event is not None or async_with_compute_stream or allocate_on_comm_stream:
-            when = When(previous_event, None, async_with_compute_stream, allocate_on_comm_stream)
+        if defer_epilogue is not False:
+            _check_deferred("combine", defer_epilogue, async_with_compute_stream)
+        when = when_of(previous_event, None, async_with_compute_stream, allocate_on_comm_stream)
         found: Any = self._combine(
             x, handle, topk_weights, bias, num_sms, num_qps, when, defer_epilogue
         )
@@ -191,6 +195,7 @@ class EPBuffer(Experts, Balancing):
         return self._groups.collectives(device)
 
 
-def _check_deferred(call: str, asynchronous: bool) -> None:
+def _check_deferred(call: str, deferred: bool, asynchronous: bool) -> None:
+    require_flags(call, defer_epilogue=deferred, async_with_compute_stream=asynchronous)
     expected = "async_with_compute_stream=True beside it"
-    require(asynchronous, call, "defer_epilogue", True, expected)
+    require(asynchronous or not deferred, call, "defer_epilogue", True, expected)
