@@ -7,8 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from ferry import _ferry
-from ferry.arguments import INT32_MAX, flag, integer
-from ferry.tensors import NUMPY, array, view
+from ferry.arguments import INT32_MAX, describe, flag, integer, number, refuse, tensor_words
+from ferry.tensors import NUMPY, array, storage_of, view
+
+
+def _elements(name: str, values: Any, expected: str) -> Sequence[Any]:
+    """Of a list, a tuple, an array or a tensor."""
+    if tensor_words(values) is not None:
+        storage_of(name, values)
+    found = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(found, Sequence) or isinstance(found, (str, bytes)):
+        refuse(name, describe(values), expected)
+    return found
 
 
 class ExpertPlacement:
@@ -52,9 +62,13 @@ class ExpertPlacement:
         Raises `InvalidArgumentError`, and changes nothing, when these ranks have fewer places than
         there are experts.
         """
+        loads = [] if load is None else _elements("balance: load", load, "numbers, or None")
         self._raw.balance(
-            [integer("balance: ranks", rank, 0, self.ranks - 1) for rank in ranks],
-            [] if load is None else [float(each) for each in load],
+            [
+                integer("balance: ranks", rank, 0, self.ranks - 1)
+                for rank in _elements("balance: ranks", ranks, "ranks of the group")
+            ],
+            [number("balance: load", each) for each in loads],
             integer("balance: copies", copies, 1, INT32_MAX),
         )
 
@@ -76,7 +90,10 @@ class ExpertPlacement:
         Raises `InvalidArgumentError` for a route to an expert of which no other copy is left.
         """
         raw, like = view("places: topk_idx", topk_idx, expected="i64 or i32")
-        without = [] if masked is None else [bool(each) for each in masked]
+        without = []
+        if masked is not None:
+            given = _elements("places: masked", masked, "a bool for each rank, or None")
+            without = [flag("places: masked", each) for each in given]
         who = integer("places: rank", rank, 0, self.ranks - 1)
         return array(self._raw.places(raw, who, without), like)
 

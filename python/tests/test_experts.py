@@ -30,12 +30,22 @@ def test_masked_ranks_get_no_tokens() -> None:
     assert (placement.places(routes, 0, masked=[False, True]) < 4).all()
     with pytest.raises(ferry.InvalidArgumentError, match="on masked ranks"):
         placement.places(routes, 0, masked=[True, True])
+    gone = torch.zeros(2, dtype=torch.bool)
+    gone.untyped_storage().resize_(0)
+    for wrong in (3, "01", [0, 1], {0, 1}, [[False], [True]], np.array([0.5, 0.0]), gone):
+        with pytest.raises(ferry.InvalidArgumentError, match="places: masked: got"):
+            placement.places(routes, 0, masked=wrong)
+    for right in (np.array([False, True]), torch.tensor([False, True]), (False, True)):
+        assert (placement.places(routes, 0, masked=right) < 4).all()
 
 
 def test_bad_placements_are_refused() -> None:
     with pytest.raises(ferry.InvalidArgumentError, match="at least 7"):
         ferry.ExpertPlacement(experts=7, ranks=3, slots=2)
     placement = ferry.ExpertPlacement(experts=4, ranks=3, slots=2)
+    for wrong in ("abcd", 5, [10**400] * 4, [1j] * 4):
+        with pytest.raises(ferry.InvalidArgumentError, match="balance: load: got"):
+            placement.balance(range(3), wrong)
     with pytest.raises(ferry.InvalidArgumentError, match="balance: ranks"):
         placement.balance([0, 3])
     with pytest.raises(ferry.InvalidArgumentError, match="3 numbers"):
