@@ -574,16 +574,20 @@ class Group:
 
         file: JSON. After an exception each rank writes what it has to FILE.rankN.
         plot: a PNG, SVG or PDF of the first 20,000 calls and waits, drawn by matplotlib.
+            Where the files cannot be written, all ranks raise `InvalidArgumentError` at the start.
         most_events: of a rank, 64 bytes each; what finds no room is counted as dropped.
         Raises `UnsupportedError` on GPUs: use torch.profiler there, whose ranges calls have.
         """
         from importlib.util import find_spec  # `import ferry` does without
 
-        image = "" if plot is None else os.fspath(plot)
+        image = "" if plot is None else path("trace: plot", plot, "the name of a file, or None")
+        if image and not image.lower().endswith((".png", ".svg", ".pdf")):
+            refuse("trace: plot", describe(image), "a name that ends in .png, .svg or .pdf")
         if image and not find_spec("matplotlib"):
             raise UnsupportedError("trace: plot needs matplotlib: pip install 'ferry-moe[plot]'")
         events = integer("trace: most_events", most_events, 1, 1 << 26)
-        return GroupTrace(self, os.fspath(file), image, events)
+        name = path("trace: file", file, "the name of a file")
+        return GroupTrace(self, name, image, events)
 
     def network(self) -> _ferry.NetworkStats:
         """What this rank has sent to ranks of other domains since creation."""

@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 # json, pathlib, statistics and zlib are imported where they are used: `import ferry` does without.
-from ferry.arguments import take_new_names
+from ferry.arguments import refuse, take_new_names
+from ferry.errors import MismatchError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,6 +69,7 @@ class GroupTrace:
     def __enter__(self) -> GroupTrace:
         self._group._raw.start_trace(self._most)
         try:
+            _check_files(self._group, [str(self._file), self._image])
             self._before = _stamps(self._group)
         except BaseException:
             self._group._raw.take_trace()
@@ -121,6 +123,38 @@ class GroupTrace:
             file.write_text(json.dumps(timeline([mine])[0]), encoding="utf-8")
         except OSError as why:
             error.add_note(f"trace: {file} was not written: {why}")
+
+
+def _check_files(group: Any, files: list[str]) -> None:
+    """Collective: refuses on all ranks where the one that writes them cannot."""
+    import numpy as np
+
+    writer = group.view().ranks[0]
+    problem = "" if group.rank != writer else next(filter(None, map(_problem, files)), "")
+    recorded, group._routes = group._routes, None  # these are no tokens of the program
+    try:
+        group.plan(np.full((0, 1), -1, np.int64), placement_digest=int(problem != ""))
+    except MismatchError:
+        problem = problem or f"files that rank {writer} cannot write"
+    finally:
+        group._routes = recorded
+    if problem:
+        refuse("trace: file, plot", problem, f"files that rank {writer} can write")
+
+
+def _problem(file: str) -> str:
+    """Why this file, which may not be there yet, cannot be written; empty: it can."""
+    if not file:
+        return ""
+    there = os.path.lexists(file)
+    try:
+        with open(file, "ab"):
+            pass
+        if not there:
+            os.unlink(file)
+    except (OSError, ValueError) as why:
+        return str(why)
+    return ""
 
 
 def _stamps(group: Any) -> Stamps:

@@ -309,6 +309,30 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         group.trace(tmp_path / "trace.json", plot="trace.png")
 
 
+@pytest.mark.parametrize("given", [("no/t.json", None), ("t.json", "no/t.svg")])
+def test_files_that_cannot_be_written_are_refused_at_the_start(
+    tmp_path: Path, given: tuple[str, str | None]
+) -> None:
+    """On all ranks, though one alone would write them."""
+
+    def body(group: ferry.Group) -> None:
+        file, plot = (None if name is None else tmp_path / name for name in given)
+        words = r"trace: file, plot: got .*; expected files that rank 0 can write"
+        with (
+            pytest.raises(ferry.InvalidArgumentError, match=words),
+            group.trace(file, plot=plot),  # type: ignore[arg-type]
+        ):
+            pytest.fail("entered")
+        with pytest.raises(ferry.InvalidArgumentError, match="ends in .png, .svg or .pdf"):
+            group.trace(tmp_path / "t.json", plot="t.jpg")
+        assert not list(tmp_path.iterdir())
+        group.barrier()
+        with group.trace(tmp_path / "good.json"):
+            exchange(group)
+
+    run_ranks(2, body)
+
+
 def test_a_trace_that_fails_leaves_what_each_rank_saw(tmp_path: Path) -> None:
     def body(group: ferry.Group) -> None:
         with pytest.raises(ZeroDivisionError), group.trace(tmp_path / "trace.json"):
