@@ -323,7 +323,7 @@ def test_files_that_cannot_be_written_are_refused_at_the_start(
             group.trace(file, plot=plot),  # type: ignore[arg-type]
         ):
             pytest.fail("entered")
-        with pytest.raises(ferry.InvalidArgumentError, match="ends in .png, .svg or .pdf"):
+        with pytest.raises(ferry.InvalidArgumentError, match=r"ends in \.png, \.svg or \.pdf"):
             group.trace(tmp_path / "t.json", plot="t.jpg")
         assert not list(tmp_path.iterdir())
         group.barrier()

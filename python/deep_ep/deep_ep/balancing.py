@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ferry
 import ferry.torch
-from deep_ep.arguments import check_memory
+from deep_ep.arguments import check_memory, words
 from deep_ep.errors import require, require_integer
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.sizes import TMA_STEP
@@ -50,7 +50,8 @@ class Balancing:
         stands on the current stream.
         """
         call = "lb_prefetch_weights"
-        copies, own = _several(redundant_expert_weights), _several(expert_weights)
+        copies = _several(call, "redundant_expert_weights", redundant_expert_weights)
+        own = _several(call, "expert_weights", expert_weights)
         pairs = f"{len(copies)} and {len(own)} tensors"
         require(0 < len(copies) == len(own), call, "expert_weights", pairs, "as many of both")
         table = self._table(call, redundancy_mapping, num_sms, previous_event)
@@ -74,6 +75,11 @@ class Balancing:
         experts that they copy, f32 [L, n], in ascending rank, then slot. The other arguments: as of
         `lb_prefetch_weights`."""
         call = "lb_reduce_grads"
+        for name, one in (
+            ("redundant_expert_grads", redundant_expert_grads),
+            ("expert_grads", expert_grads),
+        ):
+            _check_tensor(call, name, one)
         self._require_region(call, "redundant_expert_grads", redundant_expert_grads)
         table = self._table(call, redundancy_mapping, num_sms, previous_event)
         ranks = self._ranks(expert_grads.device)
@@ -95,7 +101,6 @@ class Balancing:
 
     def _require_region(self, call: str, name: str, tensor: Tensor) -> None:
         region = self._lb_storage
-        check_memory(call, **{name: tensor})
         begin = tensor.data_ptr() - region.data_ptr()
         size = tensor.numel() * tensor.element_size()
         good = size == 0 or 0 <= begin <= region.numel() - size
@@ -103,5 +108,15 @@ class Balancing:
         require(good, call, name, "a tensor that lies elsewhere", expected)
 
 
-def _several(given: Some) -> list[Tensor]:
-    return [given] if isinstance(given, Tensor) else list(given)
+def _several(call: str, name: str, given: Some) -> list[Tensor]:
+    several = list(given) if isinstance(given, (list, tuple)) else [given]
+    for one in several:
+        _check_tensor(call, name, one)
+    return several
+
+
+def _check_tensor(call: str, name: str, given: Any) -> None:
+    good = isinstance(given, Tensor) and given.layout is torch.strided
+    good = good and not given.is_nested and given.dim() > 0
+    require(good, call, name, words(given), "a strided tensor, its first dimension that of experts")
+    check_memory(call, **{name: given})

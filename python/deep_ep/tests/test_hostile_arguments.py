@@ -110,6 +110,21 @@ def test_constructors(kind: Any) -> None:
         refused(made, name, {})
 
 
+def test_copies_of_experts() -> None:
+    def body(buffer: Any) -> None:
+        copies = buffer._lb_storage.view(torch.float32)[:128].view(2, 64)
+        table = torch.full((1, 2), -1, dtype=torch.int32)
+        given = {"redundancy_mapping": table}
+        weights = given | {"redundant_expert_weights": copies, "expert_weights": torch.ones(2, 64)}
+        for name in [*weights, "num_sms", "previous_event"]:
+            refused(buffer.lb_prefetch_weights, name, weights)
+        grads = given | {"redundant_expert_grads": copies, "expert_grads": torch.ones(2, 64)}
+        for name in [*grads, "num_sms", "previous_event"]:
+            refused(buffer.lb_reduce_grads, name, grads)
+
+    run_buffers(1, body, deep_ep.EPBuffer, lb_allocation_plan_or_num_bytes=2 << 20)
+
+
 def test_low_latency_numbers_and_flags() -> None:
     def body(buffer: Any) -> None:
         job = make_job(1)
