@@ -248,8 +248,10 @@ class Experts(Regroups, Communicating):
         sent = arguments.carried_rows(rows)
         if cached is None:
             return self._first(turn, sent, routes, settings, (rows.dtype, scales, carried))
+        _whole(call, "handle.expert_alignment", settings["expert_alignment"], 1)
         layout = _layout(routes, settings, exchange.max_recv_rows)
-        sms = _whole(call, "num_sms", num_sms, 0) or settings["num_sms"]
+        sms = _whole(call, "num_sms", num_sms, 0)
+        sms = sms or _whole(call, "handle.num_sms", settings["num_sms"], 0)  # callers may set it
         received = exchange.group._dispatch_checked(
             sent, exchange.plan, None, weights, carried, layout, turn.stream, sms
         )

@@ -98,6 +98,20 @@ def test_a_number_that_changes_is_read_anew(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", NEW)
+def test_fields_that_callers_set(kind: Any) -> None:
+    def body(buffer: Any) -> None:
+        job = make_job(1)
+        for name in ("expert_alignment", "num_sms"):
+            for wrong in (*hostile().values(), -1, True):
+                handle = dispatched(buffer, "cpu", job, job.x[0], do_expand=True)[3]
+                setattr(handle, name, wrong)
+                with pytest.raises(EPException, match=f"dispatch: handle.{name}: got"):
+                    buffer.dispatch(job.x[0], handle=handle, do_expand=True)
+
+    run_buffers(1, body, kind)
+
+
+@pytest.mark.parametrize("kind", NEW)
 def test_constructors(kind: Any) -> None:
     def made(**given: Any) -> Any:
         return kind(ThreadComm(ferry.threads(1)[0]), **given)
