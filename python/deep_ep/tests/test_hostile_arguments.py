@@ -139,6 +139,23 @@ def test_copies_of_experts() -> None:
     run_buffers(1, body, deep_ep.EPBuffer, lb_allocation_plan_or_num_bytes=2 << 20)
 
 
+def test_buckets() -> None:
+    def body(buffer: Any) -> None:
+        given = {"srcs": buffer.storage[:64].view(torch.float32)}
+        for name in ("srcs", "dsts", "num_sms"):
+            refused(buffer.all_gather, name, given)
+        for call in (buffer.reduce_scatter, buffer.all_reduce):
+            for name in ("srcs", "num_sms"):
+                refused(call, name, given)
+            for wrong in hostile().values():
+                if wrong is not HUGE:
+                    with pytest.raises(EPException, match="scale: got"):
+                        call(**given, scale=wrong)
+        refused(buffer.reduce_scatter, "comm_precision", given)
+
+    run_buffers(1, body, deep_ep.BucketBuffer, allocation_plan_or_num_bytes=1 << 20)
+
+
 def test_low_latency_numbers_and_flags() -> None:
     def body(buffer: Any) -> None:
         job = make_job(1)

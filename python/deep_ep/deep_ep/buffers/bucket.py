@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ferry
-from deep_ep.arguments import check_memory
+from deep_ep.arguments import check_memory, words
 from deep_ep.buffers.allocator import BufferAllocator, planned_bytes
 from deep_ep.buffers.base import BufferBase, bootstrap_of
 from deep_ep.errors import refuse, require, require_positive
@@ -130,8 +131,8 @@ class BucketBuffer(BufferBase):
         """
         call = "all_gather"
         ranks = self._ranks(group)
-        sources, packed = _several(srcs)
-        given = [None] * len(sources) if dsts is None else list(_several(dsts)[0])
+        sources, packed = _several(call, "srcs", srcs)
+        given = [None] * len(sources) if dsts is None else list(_several(call, "dsts", dsts)[0])
         pairs = f"{len(given)} tensors"
         require(len(given) == len(sources), call, "dsts", pairs, f"{len(sources)}, as srcs")
         sms = self._sms(call, num_sms, (0,))
@@ -202,7 +203,9 @@ class BucketBuffer(BufferBase):
     def _reduced(
         self, call: str, srcs: Some, scale: float, group: Any, run: Callable[[Tensor], Tensor]
     ) -> EventOverlap:
-        sources, packed = _several(srcs)
+        sources, packed = _several(call, "srcs", srcs)
+        good = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
+        require(good, call, "scale", scale, "a number")
         results = []
         for src in sources:
             self._check(call, src)
@@ -326,9 +329,14 @@ class BucketSession:
         return found
 
 
-def _several(given: Some) -> tuple[list[Tensor], bool]:
+def _several(call: str, name: str, given: Some) -> tuple[list[Tensor], bool]:
     """A list, and whether it was one tensor."""
-    return ([given], True) if isinstance(given, Tensor) else (list(given), False)
+    packed = isinstance(given, Tensor)
+    several = list(given) if isinstance(given, (list, tuple)) else [given]
+    for one in several:
+        good = isinstance(one, Tensor) and one.layout is torch.strided and not one.is_nested
+        require(good, call, name, words(one), "a strided tensor, or a list of them")
+    return several, packed  # type: ignore[return-value]
 
 
 def _ended(results: list[Tensor], external: list[Tensor | None], packed: bool) -> EventOverlap:
