@@ -203,6 +203,7 @@ class Bench(unittest.TestCase):
             result = bench(f"-n 2 --mode throughput --json {folder}/none/found.json")
             self.assertEqual(result.returncode, 1)
             self.assertIn("cannot write", result.stderr)
+            self.assertEqual(result.stdout, "")  # nothing was measured for it
 
     def test_without_a_gpu_it_says_so(self):
         result = bench("--backend cuda -n 2 --sms 1,3,7 --token-sweep 1,20 --nccl off")
