@@ -56,7 +56,11 @@ class Pipeline:
         self._check(call, x, source, num_sms)
         if source == self._rank:
             require(len(self._to_self) > 0, call, "x", "nothing was sent", "a send first")
-            x.copy_(self._to_self.popleft().view(x.dtype).view(x.shape))
+            sent = self._to_self[0].view(-1).view(torch.uint8)
+            got, least = f"{x.nbytes} bytes", f"{sent.numel()}, as of the next tensor"
+            require(x.nbytes == sent.numel(), call, "x", got, least)
+            x.view(-1).view(torch.uint8).copy_(sent)
+            self._to_self.popleft()
             return
         self._ranks.recv(x.view(-1).view(torch.uint8), source)
 

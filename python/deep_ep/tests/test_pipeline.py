@@ -112,6 +112,19 @@ def test_what_is_refused() -> None:
     run_ranks(1, alone)
 
 
+def test_a_tensor_to_oneself_of_another_size_stays() -> None:
+    def body(comm: ThreadComm) -> None:
+        for _, send, recv in ways(comm, 64, 2):
+            send(torch.arange(4), 0)
+            with pytest.raises(EPException, match="x: got 24 bytes; expected 32, as of the next"):
+                recv(torch.zeros(3, dtype=torch.int64), 0)
+            into = torch.zeros(8, dtype=torch.int32)
+            recv(into, 0)
+            assert into.view(torch.int64).tolist() == [0, 1, 2, 3]
+
+    run_ranks(1, body)
+
+
 def test_size_hints() -> None:
     hint = deep_ep.ElasticBuffer.get_pp_buffer_size_hint
     assert hint(100, 3) == 2 << 20 and hint(1 << 20, 4) == 4 * 4 << 20
