@@ -29,6 +29,7 @@ optional_stage() {
   case $1 in
     "Arm64 cross compiler" | "Arm64 emulator") echo arm64 ;;
     "clang with libFuzzer") echo fuzz ;;
+    "advzip") echo "(smaller wheels)" ;;
     "SimGrid headers") echo "(ferry simulate)" ;;
     "Prometheus") echo "(metrics scraped by Prometheus)" ;;
     "libfabric headers" | "fi_info" | "ip") echo network ;;

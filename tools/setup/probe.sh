@@ -119,6 +119,7 @@ collect_missing() {
     need "Google Benchmark" "libbenchmark-dev" have_header benchmark/benchmark.h
     need "SimGrid headers" "libsimgrid-dev" have_header simgrid/s4u.hpp
     need "ccache" "ccache" have ccache
+    need "advzip" "advancecomp" have advzip
     need "setarch" "util-linux" have setarch
     need "libfabric headers" "libfabric-dev" have_header rdma/fabric.h
     need "fi_info" "libfabric-bin" have fi_info
