@@ -47,7 +47,7 @@ BEGIN = """
 """
 
 WARNING = (
-    "deep_ep: rank 0: a Buffer made with explicitly_destroy=True was dropped without destroy()\n"
+    "deep_ep: rank 0: Buffer made with explicitly_destroy=True was dropped without destroy()\n"
 )
 
 
