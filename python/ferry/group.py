@@ -574,9 +574,9 @@ class Group:
 
         file: JSON. After an exception each rank writes what it has to FILE.rankN.
         plot: a PNG, SVG or PDF of the first 20,000 calls and waits, drawn by matplotlib.
-            Where the files cannot be written, all ranks raise `InvalidArgumentError` at the start.
         most_events: of a rank, 64 bytes each; what finds no room is counted as dropped.
-        Raises `UnsupportedError` on GPUs: use torch.profiler there, whose ranges calls have.
+        Raises `UnsupportedError` on GPUs: use torch.profiler there, whose ranges calls have; and
+        `InvalidArgumentError` on all ranks at the start where the files cannot be written.
         """
         from importlib.util import find_spec  # `import ferry` does without
 
