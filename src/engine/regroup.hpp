@@ -89,6 +89,10 @@ class Regroup {
   [[noreturn]] void throw_destroyed() const;
   std::string names(const Member::Seats& seats) const;
 
+  static constexpr const char* kRegroup = "regroup";
+  /// How often processes are looked at without the kernel having told of a death.
+  static constexpr auto kPollPeriod = std::chrono::milliseconds(20);
+
   std::shared_ptr<Memory> memory_;
   std::shared_ptr<Carrier> carrier_;
   Channel& channel_;
