@@ -40,6 +40,8 @@ namespace {
 constexpr const char* kStart =
     "start with `ferry run -n 4 -- prog`, torchrun, srun or mpirun, or set it yourself";
 
+constexpr auto* variable = environment_variable;
+
 [[noreturn]] void refuse(const std::string& name, const std::string& what) {
   throw Error(ErrorKind::invalid_argument, "environment variable " + name + " " + what);
 }
@@ -52,7 +54,7 @@ std::string in_quotes(std::string_view value) {
 }
 
 int integer(const char* name, int lowest, int highest, const std::string& what_to_do) {
-  const std::optional<std::string> value = environment_variable(name);
+  const std::optional<std::string> value = variable(name);
   const std::string expected =
       "expected an integer from " + std::to_string(lowest) + " to " + std::to_string(highest);
   if (!value) refuse(name, "is not set, " + expected + "; " + what_to_do);
@@ -78,8 +80,8 @@ struct Launcher {
 /// too, but no tasks beside them: they have no step, or one of the numbers kept for such.
 bool in_slurm_step() {
   constexpr std::int64_t kFirstKept = 0xfffffff0;
-  const auto step = environment_variable("SLURM_STEP_ID");
-  if (!environment_variable("SLURM_PROCID") || !step) return false;
+  const auto step = variable("SLURM_STEP_ID");
+  if (!variable("SLURM_PROCID") || !step) return false;
   std::int64_t number = -1;
   std::from_chars(step->data(), step->data() + step->size(), number);
   return number >= 0 && number < kFirstKept;
@@ -87,17 +89,14 @@ bool in_slurm_step() {
 
 Launcher launcher() {
   constexpr const char* kStep = "SLURM_STEP_NUM_TASKS";
-  if (environment_variable("RANK") || environment_variable("WORLD_SIZE"))
-    return {"RANK", "WORLD_SIZE"};
-  if (environment_variable(
-          "OMPI_COMM_WORLD_RANK")) {  // inside a Slurm job, mpirun's daemons are the tasks
+  if (variable("RANK") || variable("WORLD_SIZE")) return {"RANK", "WORLD_SIZE"};
+  if (variable("OMPI_COMM_WORLD_RANK")) {  // inside a Slurm job, mpirun's daemons are the tasks
     return {.rank = "OMPI_COMM_WORLD_RANK",
             .size = "OMPI_COMM_WORLD_SIZE",
             .here = "OMPI_COMM_WORLD_LOCAL_SIZE",
             .mpi = "Open MPI"};
   }
-  if (environment_variable("PMI_RANK") &&
-      environment_variable("PMI_SIZE")) {  // of srun, too, when it is asked for PMI-2
+  if (variable("PMI_RANK") && variable("PMI_SIZE")) {  // of srun, too, when it is asked for PMI-2
     return {.rank = "PMI_RANK",
             .size = "PMI_SIZE",
             .here = "MPI_LOCALNRANKS",
@@ -105,18 +104,16 @@ Launcher launcher() {
             .mpi = "MPICH"};
   }
   if (in_slurm_step()) {
-    return {.rank = "SLURM_PROCID",
-            .size = environment_variable(kStep) ? kStep : "SLURM_NTASKS",
-            .slurm = true};
+    return {
+        .rank = "SLURM_PROCID", .size = variable(kStep) ? kStep : "SLURM_NTASKS", .slurm = true};
   }
   return {"RANK", "WORLD_SIZE"};
 }
 
 /// Whether the launcher says that all ranks are on this host.
 bool on_one_host(const Launcher& by) {
-  if (const auto here = environment_variable(by.here))
-    return *here == environment_variable(by.size);
-  return by.slurm && environment_variable("SLURM_STEP_NUM_NODES") == "1";
+  if (const auto here = variable(by.here)) return *here == variable(by.size);
+  return by.slurm && variable("SLURM_STEP_NUM_NODES") == "1";
 }
 
 /// "node[003-010,12]-ib,x7" -> "node003-ib": Slurm numbers tasks from the first node on.
@@ -134,18 +131,18 @@ std::string first_host(const char* name, const std::string& list) {
 }
 
 std::string address(const Launcher& by) {
-  if (const auto given = environment_variable("MASTER_ADDR")) {
+  if (const auto given = variable("MASTER_ADDR")) {
     if (given->empty()) refuse("MASTER_ADDR", "is empty, expected rank 0's host name or number");
     return *given;
   }
   if (by.slurm) {
     for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"}) {
-      const auto list = environment_variable(name);
+      const auto list = variable(name);
       if (list && !list->empty()) return first_host(name, *list);
     }
   }
-  const auto here = environment_variable(by.here);
-  if (by.mpi != nullptr && here && *here != environment_variable(by.size)) {
+  const auto here = variable(by.here);
+  if (by.mpi != nullptr && here && *here != variable(by.size)) {
     refuse("MASTER_ADDR", "is not set, but " + std::string(by.mpi) +
                               "'s ranks are on several hosts, expected rank 0's host name or "
                               "number: `mpirun -x MASTER_ADDR=node1 -x FERRY_PORT=29500 -x "
@@ -157,21 +154,20 @@ std::string address(const Launcher& by) {
 std::uint16_t port(const Launcher& by) {
   constexpr int kFirst = 20000, kPorts = 10000;  // below the range that kernels give out themselves
   constexpr int kStepApart = 7919;               // no divisor in common: steps of a job differ
-  const char* name = environment_variable("FERRY_PORT") ? "FERRY_PORT" : "MASTER_PORT";
-  if (by.slurm && !environment_variable(name) && environment_variable("SLURM_JOB_ID")) {
+  const char* name = variable("FERRY_PORT") ? "FERRY_PORT" : "MASTER_PORT";
+  if (by.slurm && !variable(name) && variable("SLURM_JOB_ID")) {
     const int job = integer("SLURM_JOB_ID", 0, 2147483647, "it is Slurm's; or set FERRY_PORT");
     const int step = integer("SLURM_STEP_ID", 0, 2147483647, "it is Slurm's; or set FERRY_PORT");
     return std::uint16_t(kFirst + (job % kPorts + step % kPorts * kStepApart) % kPorts);
   }
   const int number = integer(name, 1, 65535, kStart);
-  if (environment_variable("FERRY_PORT") || !environment_variable("TORCHELASTIC_RUN_ID"))
-    return std::uint16_t(number);
+  if (variable("FERRY_PORT") || !variable("TORCHELASTIC_RUN_ID")) return std::uint16_t(number);
   return std::uint16_t(number < 65535 ? number + 1 : number - 1);
 }
 
 // No message of these shows a value.
 std::string secret() {
-  if (const auto value = environment_variable("FERRY_SECRET")) {
+  if (const auto value = variable("FERRY_SECRET")) {
     if (value->empty()) {
       refuse("FERRY_SECRET",
              "is empty, expected a random text, the same on all ranks; "
@@ -179,8 +175,7 @@ std::string secret() {
     }
     return *value;
   }
-  if (const auto path = environment_variable("FERRY_SECRET_FILE"))
-    return bootstrap::read_secret_file(*path);
+  if (const auto path = variable("FERRY_SECRET_FILE")) return bootstrap::read_secret_file(*path);
   refuse("FERRY_SECRET",
          "is not set (nor FERRY_SECRET_FILE), expected a random text, the same on all ranks of "
          "several "
@@ -194,7 +189,7 @@ std::string socket_name(std::uint16_t port) {
   std::string job;
   for (const char* id :
        {"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_JOBID"}) {
-    if (const auto value = environment_variable(id)) job += std::string(id) + "=" + *value + "\n";
+    if (const auto value = variable(id)) job += std::string(id) + "=" + *value + "\n";
   }
   const std::string name = "@ferry." + std::to_string(user_id()) + "." + std::to_string(port);
   if (job.empty()) return name;
@@ -211,7 +206,7 @@ std::string socket_name(std::uint16_t port) {
 }
 
 bool joins() {
-  const auto value = environment_variable("FERRY_JOIN");
+  const auto value = variable("FERRY_JOIN");
   if (!value || value->empty() || *value == "0") return false;
   if (*value != "1") refuse("FERRY_JOIN", "is " + in_quotes(*value) + ", expected 0 or 1");
   return true;
@@ -226,8 +221,8 @@ TcpOptions tcp_options_from_environment() {
   options.rank = integer(by.rank, 0, options.size - 1, kStart);
   options.port = port(by);
   options.join = joins();
-  if (user_sockets() && on_one_host(by) && !environment_variable("FERRY_SECRET") &&
-      !environment_variable("FERRY_SECRET_FILE")) {
+  if (user_sockets() && on_one_host(by) && !variable("FERRY_SECRET") &&
+      !variable("FERRY_SECRET_FILE")) {
     options.address = socket_name(options.port);
     return options;
   }
