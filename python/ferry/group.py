@@ -281,6 +281,12 @@ class Group:
         self._record(topk_idx)
         return raw
 
+    def _compare(self, name: str, number: int, none: Any) -> None:
+        """Collective: a plan of no tokens, whose routes are `none`; nobody records it.
+        Raises MismatchError on all ranks where they give different numbers."""
+        place = self._streams.place(name, None, none)
+        self._raw.plan(view(name, none, place=place)[0], place.stream, number).recv_rows()
+
     @ranged("ferry.dispatch", sms="num_sms", worst_case_rows="max_recv_rows")
     def dispatch(
         self,

@@ -29,7 +29,7 @@ from ferry.errors import MismatchError
 from ferry.experts import BatchBalancer
 from ferry.group import Group
 from ferry.streams import device_name
-from ferry.tensors import dense, view
+from ferry.tensors import dense
 from ferry.torch_reductions import agree
 from ferry.torch_replicas import copy_experts, reduce_experts
 
@@ -175,11 +175,8 @@ class Copies:
         slots, and the others wait for it."""
         if self._agreed:
             return
-        # A rank without slots plans its batch now. Not `Group.plan`: nobody's routes are recorded.
-        name = "ExpertParallel: topk_idx"
-        place = self.group._streams.place(name, None, topk_idx)
-        none = view(name, topk_idx.detach()[:0].contiguous(), place=place)[0]
-        self.group._raw.plan(none, place.stream, _WITH_SLOTS).recv_rows()
+        none = topk_idx.detach()[:0].contiguous()  # a rank without slots plans its batch now
+        self.group._compare("ExpertParallel: topk_idx", _WITH_SLOTS, none)
         settings = ", ".join(f"{name}={value}" for name, value in self._balancing.items())
         agree(self.ranks, "ExpertParallel", settings)
         self._agreed = True

@@ -36,6 +36,11 @@ def rows_and_scales(call: str, x: Any) -> tuple[Any, Any]:
     return x
 
 
+def is_strided(value: Any) -> bool:
+    """A tensor that is neither sparse nor nested."""
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+
+
 def check_memory(call: str, **tensors: Tensor | None) -> None:
     """For what torch reads here: it would read what lies where the memory of a freed tensor was."""
     for name, tensor in tensors.items():

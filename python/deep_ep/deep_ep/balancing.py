@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ferry
 import ferry.torch
-from deep_ep.arguments import check_memory, words
+from deep_ep.arguments import check_memory, is_strided, words
 from deep_ep.errors import require, require_integer
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.sizes import TMA_STEP
@@ -116,7 +116,6 @@ def _several(call: str, name: str, given: Some) -> list[Tensor]:
 
 
 def _check_tensor(call: str, name: str, given: Any) -> None:
-    good = isinstance(given, Tensor) and given.layout is torch.strided
-    good = good and not given.is_nested and given.dim() > 0
+    good = is_strided(given) and given.dim() > 0
     require(good, call, name, words(given), "a strided tensor, its first dimension that of experts")
     check_memory(call, **{name: given})

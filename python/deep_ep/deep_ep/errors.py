@@ -40,6 +40,12 @@ def require_positive(
         refuse(call, argument, shown(value), expected)
 
 
+def require_only_context(call: str, context_idx: Any) -> None:
+    """The index of a group of ranks in a buffer that has one."""
+    good = context_idx is None or whole_number(context_idx) == 0
+    require(good, call, "context_idx", context_idx, "None or 0")
+
+
 def require_flags(call: str, **flags: Any) -> None:
     """True or False, or what stands for them: 1, 0 and None, and those of NumPy."""
     for argument, value in flags.items():

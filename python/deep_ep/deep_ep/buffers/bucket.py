@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ferry
-from deep_ep.arguments import check_memory, words
+from deep_ep.arguments import check_memory, is_strided, words
 from deep_ep.buffers.allocator import BufferAllocator, planned_bytes
 from deep_ep.buffers.base import BufferBase, bootstrap_of
 from deep_ep.errors import refuse, require, require_positive
@@ -334,8 +334,7 @@ def _several(call: str, name: str, given: Some) -> tuple[list[Tensor], bool]:
     packed = isinstance(given, Tensor)
     several = list(given) if isinstance(given, (list, tuple)) else [given]
     for one in several:
-        good = isinstance(one, Tensor) and one.layout is torch.strided and not one.is_nested
-        require(good, call, name, words(one), "a strided tensor, or a list of them")
+        require(is_strided(one), call, name, words(one), "a strided tensor, or a list of them")
     return several, packed  # type: ignore[return-value]
 
 

@@ -12,11 +12,16 @@ from deep_ep.agreement import require_same
 from deep_ep.arguments import words
 from deep_ep.buffers.base import Communicating
 from deep_ep.engram import Entries, Tables, check_dtype, layer_numbers
-from deep_ep.errors import refuse, require, require_integer, require_positive
+from deep_ep.errors import (
+    refuse,
+    require,
+    require_integer,
+    require_only_context,
+    require_positive,
+)
 from deep_ep.gradients import without_gradients
 from deep_ep.sizes import SIZE_STEP, round_up
 from deep_ep.utils.envs import domain_sizes
-from ferry.arguments import whole_number
 
 
 class EngramBuffer(Communicating):
@@ -196,13 +201,7 @@ class EngramBuffer(Communicating):
         context_idx: int | None = None,
     ) -> None:
         """Collective, as of an `EPBuffer`."""
-        require(
-            context_idx is None or whole_number(context_idx) == 0,
-            "barrier",
-            "context_idx",
-            context_idx,
-            "None or 0",
-        )
+        require_only_context("barrier", context_idx)
         self._barrier(wait_comm_stream, with_cpu_sync)
 
     def get_physical_domain_size(self) -> tuple[int, int]:

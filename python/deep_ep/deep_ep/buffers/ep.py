@@ -11,11 +11,10 @@ import ferry
 from deep_ep.balancing import Balancing
 from deep_ep.buffers.allocator import BufferAllocator, planned_bytes
 from deep_ep.ep_handle import EPHandle
-from deep_ep.errors import require, require_flags
+from deep_ep.errors import require, require_flags, require_only_context
 from deep_ep.event import EventOverlap
 from deep_ep.experts import Experts, Routes, when_of
 from deep_ep.sizes import SIZE_STEP
-from ferry.arguments import whole_number
 
 __all__ = ["EPBuffer", "EPHandle"]
 
@@ -98,13 +97,7 @@ class EPBuffer(Experts, Balancing):
         context_idx: int | None = None,
     ) -> None:
         """Collective, as of an `ElasticBuffer`. context_idx: None or 0, the only group."""
-        require(
-            context_idx is None or whole_number(context_idx) == 0,
-            "barrier",
-            "context_idx",
-            context_idx,
-            "None or 0",
-        )
+        require_only_context("barrier", context_idx)
         self._barrier(wait_comm_stream, with_cpu_sync)
 
     def dispatch(
