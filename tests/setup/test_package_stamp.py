@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILER = """#!/bin/sh
 case $1 in
   --version) echo "g++ $(cat "$HERE/release")" ;;
-  *) test -e "$HERE/headers" ;;
+  *) cat >/dev/null; test -e "$HERE/headers" ;;
 esac
 """
 PYTHON = """#!/bin/sh
