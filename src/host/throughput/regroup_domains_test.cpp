@@ -166,12 +166,13 @@ TEST_F(RegroupByArbiter, OneHalfGoesOn) {
 }
 
 TEST_F(RegroupByArbiter, HalfOfTheRanksGiveUpWhenItIsGone) {
-  std::latch given_up(4);
+  std::latch removed(2), given_up(4);
   with_groups(4, config_, [&](Group& group) {
     group.barrier();
     if (group.rank() < 2) {
       EXPECT_GE(first_error(group).peer(), 2);
-      std::filesystem::remove_all(shared_);
+      if (group.rank() == 0) std::filesystem::remove_all(shared_);
+      removed.arrive_and_wait();
       expect_error(ErrorKind::deadline, {"no majority", "epoch 1"}, [&] {
         try {
           group.regroup();
