@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from typing import Any
 
 import numpy as np
@@ -191,23 +190,24 @@ def recorded_memory_is_not_reused(group: ferry.Group) -> None:
 
 
 def inputs_are_kept(group: ferry.Group) -> None:
-    """Arrays given on a stream that is not torch's current one live until the work is done."""
+    """Memory given on a stream that is not torch's current one is held until the work is done."""
     _, ids, _ = Case(group).own()
     side = torch.cuda.Stream()
     plan = group.plan(ids)
     plan.recv_rows()
-    x = torch.ones(len(ids), HIDDEN, device=group.device)
-    kept = weakref.ref(x)
+    other = torch.ones(len(ids), HIDDEN, device=group.device)
     torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    x = torch.ones(len(ids), HIDDEN, device=group.device)
     with torch.cuda.stream(side):
         torch.cuda._sleep(cycles(0.3))
     got = group.dispatch(x, plan, stream=side)
     del x
-    assert kept() is not None or got.event.ready()
+    assert torch.cuda.memory_allocated() > before or got.event.ready()
     got.event.wait()
     torch.cuda.synchronize()
-    group.dispatch(torch.ones(len(ids), HIDDEN, device=group.device), plan, stream=side)
-    assert kept() is None
+    group.dispatch(other, plan, stream=side)
+    assert torch.cuda.memory_allocated() == before
     torch.cuda.synchronize()
 
 

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # All tests that need GPUs, in an order in which none takes the memory or the time of another.
 #   tests/cuda/check_gpus.sh BUILD [STEP ...]
-# STEP: kernels conformance engine python sanitizers trials long; without any: all but long, which
-# takes many minutes (10,000 exchanges with poisoned memory, memory past 4 GiB, 100,000 replays).
+# STEP: kernels conformance engine python sanitizers trials long mixed; without any: all but long, which
+# takes many minutes (10,000 exchanges with poisoned memory, memory past 4 GiB, 100,000 replays), and
+# mixed, for which BUILD has PTX of 8.0 beside code of its GPUs (CMAKE_CUDA_ARCHITECTURES="80-virtual;90-real"):
+# one group in which every other process runs that PTX, without TMA, as on an A100.
 # BUILD: a folder with the programs somewhere inside (build/cuda). python: the package and deep_ep are
 # installed for PYTHON (python3). SECONDS_EACH (240): the limit of one program; LOGS (a temporary
 # folder): what they said. A line for each program; exit status 1: one failed.
@@ -90,6 +92,10 @@ for step in $steps; do
       start trials_ll128 "$limit" "$trials" --kill 4 --stop 4
       finish
       start trials_in_words "$limit" "$trials" --kill 4 --stop 4 --tokens 8
+      ;;
+    mixed)
+      start mixed "$limit" "$(program ferry)" run -n "${RANKS:-4}" -- \
+        bash -c '((RANK % 2)) && exec "$0" 90; CUDA_FORCE_PTX_JIT=1 exec "$0" 80' "$(program engine_rank)"
       ;;
     long)
       start conformance_repeat 0 "$(program conformance_cuda)" --parts repeat,large

@@ -2,11 +2,17 @@
 // one process (sanitize.sh). All data is checked.
 //   engine_rank                                a group of one
 //   ferry run -n 2 -- [TOOL ...] engine_rank   a group of two
+//   engine_rank ARCH   fails unless its kernels were made for ARCH, 80 for 8.0. With
+//   CUDA_FORCE_PTX_JIT=1
+//                      the driver takes the program's PTX only.
 #include <cstdio>
 #include <cstdlib>
+#include <stdexcept>
+#include <string>
 
 #include "engine_case.hpp"
 #include "engine_latency.hpp"
+#include "touch.hpp"
 
 namespace ferry::test {
 namespace {
@@ -47,11 +53,15 @@ void exchange_latency(Group& group, const Shape& shape, int device, const Copier
   }
 }
 
-int run() {
+int run(const char* arch) {
   int gpus = 0;
   if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0) {
     std::printf("SKIPPED: NO GPU\n");
     return 77;
+  }
+  if (arch != nullptr && std::atoi(arch) != kernels_made_for()) {
+    throw std::runtime_error(std::string("expected kernels made for ") + arch + ", got " +
+                             std::to_string(kernels_made_for()));
   }
   const auto bootstrap = find_ranks();
   const int device = bootstrap->rank() % gpus;
@@ -76,16 +86,17 @@ int run() {
                      copier);
   }
   group.barrier();
-  std::printf("rank %d of %d: PASSED\n", group.rank(), group.size());
+  std::printf("rank %d of %d, kernels made for %d: PASSED\n", group.rank(), group.size(),
+              kernels_made_for());
   return 0;
 }
 
 }  // namespace
 }  // namespace ferry::test
 
-int main() {
+int main(int argc, char** argv) {
   try {
-    return ferry::test::run();
+    return ferry::test::run(argc > 1 ? argv[1] : nullptr);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "FAILED: %s\n", error.what());
     return 1;

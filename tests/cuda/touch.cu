@@ -80,4 +80,10 @@ std::string expect(const std::byte* from, std::uint64_t value, std::uint64_t ste
   return seen == words ? "" : "word " + std::to_string(seen) + " is wrong";
 }
 
+int kernels_made_for() {
+  cudaFuncAttributes attributes{};
+  if (cudaFuncGetAttributes(&attributes, wait_for_end) != cudaSuccess) return -1;
+  return attributes.ptxVersion;
+}
+
 }  // namespace ferry::test

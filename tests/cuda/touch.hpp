@@ -22,4 +22,8 @@ void read_later(cudaStream_t stream, std::chrono::milliseconds wait, const void*
 /// On the stream: takes every SM until *end (pinned) is not 0, at most ten seconds.
 void take_all_sms(cudaStream_t stream, const volatile std::uint32_t* end);
 
+/// The architecture for which the kernels of this process were compiled, 80 for 8.0: that of the
+/// PTX where the driver compiled them. -1: no kernel can be loaded.
+int kernels_made_for();
+
 }  // namespace ferry::test
