@@ -25,7 +25,6 @@ from ferry._ferry import (
     TimeStats,
 )
 from ferry.bootstrap import Bootstrap, from_all_gather, from_environment, from_mpi, tcp, threads
-from ferry.collectives import Choice, Collectives, Window
 from ferry.errors import (
     DeadlineExceededError,
     DestroyedError,
@@ -42,18 +41,19 @@ from ferry.errors import (
     WaitInterruptedError,
 )
 from ferry.errors import renamed_class as _renamed_class
-from ferry.experts import BatchBalancer, ExpertPlacement
 from ferry.group import Group
-from ferry.latency import LatencyCombined, LatencyExchange, LatencyReceived
 from ferry.logs import set_log
 from ferry.metrics import serve_metrics
 from ferry.results import Combined, Received
-from ferry.vault import Vault
 
 if TYPE_CHECKING:
     from ferry import jax as jax
     from ferry import tensorflow as tensorflow
     from ferry import torch as torch
+    from ferry.collectives import Choice, Collectives, Window
+    from ferry.experts import BatchBalancer, ExpertPlacement
+    from ferry.latency import LatencyCombined, LatencyExchange, LatencyReceived
+    from ferry.vault import Vault
 
 __version__ = _ferry.version
 #: Whether this build has the CUDA engine, for `Group(..., backend="cuda")`.
@@ -61,6 +61,20 @@ has_cuda: bool = _ferry.has_cuda
 
 # Work that still waits for a peer on some stream must not keep the interpreter from ending.
 _atexit.register(_ferry.interpreter_ends)
+
+#: Modules, by their names here, that are imported when first asked for: `import ferry` stays short.
+_ON_DEMAND = {
+    "BatchBalancer": "experts",
+    "Choice": "collectives",
+    "Collectives": "collectives",
+    "ExpertPlacement": "experts",
+    "LatencyCombined": "latency",
+    "LatencyExchange": "latency",
+    "LatencyReceived": "latency",
+    "Vault": "vault",
+    "Window": "collectives",
+}
+_FRAMEWORKS = ("jax", "tensorflow", "torch")
 
 #: Names of earlier releases, which go with the next one; exceptions: ferry.errors.
 _RENAMED_STATS: dict[str, type] = {
@@ -72,17 +86,25 @@ _RENAMED_STATS: dict[str, type] = {
 
 
 def __getattr__(name: str) -> Any:
-    # `ferry.torch` imports torch, and so on, so it is imported when first asked for.
-    if name in ("jax", "tensorflow", "torch"):
+    where = name if name in _FRAMEWORKS else _ON_DEMAND.get(name)
+    if where is not None:
         import importlib
 
-        return importlib.import_module(f"ferry.{name}")
+        module = importlib.import_module(f"ferry.{where}")
+        if name in _FRAMEWORKS:
+            return module
+        value = globals()[name] = getattr(module, name)
+        return value
     if name in _RENAMED_STATS:
         new = _RENAMED_STATS[name]
         message = f"ferry.{name} is deprecated; use ferry.{new.__name__}"
         _warnings.warn(message, DeprecationWarning, stacklevel=2)
         return new
     return _renamed_class(name, __name__)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_DEMAND, *_FRAMEWORKS})
 
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 from ferry import _ferry
 from ferry.arguments import describe, integer, refuse
@@ -13,14 +13,24 @@ _MOST_STREAMS = 64
 _HOST_STREAM = "a ferry.Stream or None, because this group runs on the host engine"
 
 
-class Place(NamedTuple):
+class Place:
     """What one call of a group says about memory and order."""
 
-    gpu: int | None = None  # that holds the tensors; None: CPU memory
-    stream: _ferry.Stream | None = None  # that the call runs on; None: returns when it is done
-    handle: int = 0  # of a CUDA stream
-    ordered: bool = False  # torch gives memory back in the order of this very stream
-    finish: bool = False  # the caller gave no stream and gets finished results
+    __slots__ = ("finish", "gpu", "handle", "ordered", "stream")
+
+    def __init__(
+        self,
+        gpu: int | None = None,
+        stream: _ferry.Stream | None = None,
+        handle: int = 0,
+        ordered: bool = False,
+        finish: bool = False,
+    ) -> None:
+        self.gpu = gpu  # that holds the tensors; None: CPU memory
+        self.stream = stream  # that the call runs on; None: returns when it is done
+        self.handle = handle  # of a CUDA stream
+        self.ordered = ordered  # torch gives memory back in the order of this very stream
+        self.finish = finish  # the caller gave no stream and gets finished results
 
     @property
     def words(self) -> str:

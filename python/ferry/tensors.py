@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from ferry import _ferry
 from ferry.arguments import choice, describe, integer, refuse
@@ -49,11 +49,15 @@ _CARRIERS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uin
 _ML_NAMES = {Dtype.bf16: "bfloat16", Dtype.e4m3: "float8_e4m3fn", Dtype.e5m2: "float8_e5m2"}
 
 
-class Like(NamedTuple):
+class Like:
     """What results look like: the framework of an input."""
 
-    framework: str  # "numpy", "torch", "cupy", "jax", "tensorflow"; "dlpack": a ferry Tensor
-    ml_dtypes: bool = False  # NumPy with the dtypes of ml_dtypes
+    __slots__ = ("framework", "ml_dtypes")
+
+    def __init__(self, framework: str, ml_dtypes: bool = False) -> None:
+        # "numpy", "torch", "cupy", "jax", "tensorflow"; "dlpack": a ferry Tensor
+        self.framework = framework
+        self.ml_dtypes = ml_dtypes  # NumPy with the dtypes of ml_dtypes
 
 
 NUMPY = Like("numpy")
