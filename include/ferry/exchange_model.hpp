@@ -11,6 +11,9 @@ namespace ferry {
 struct ExchangeRates {
   static constexpr double kUnknown = std::numeric_limits<double>::infinity();
   double latency_s = 0;  ///< of a call without rows
+  /// Above 1: latency l and rows r take (l^overlap + r^overlap)^(1/overlap), where SMs copy and
+  /// send in turn, so that r is the sum of both. 1: l and the longest phase, one after the other.
+  double overlap = 1;
   double message_s = 0;  ///< of each message over a NIC: what a proxy or the NIC takes to post it
   double copy = kUnknown;
   double nvlink_out = kUnknown;
@@ -49,8 +52,9 @@ struct ExchangeBytes {
 ExchangeBytes uniform_bytes(const ExchangeShape& shape, const ExchangeRates& rates = {});
 
 /// Seconds of each phase. They run at once, so that a call takes latency, messages and the longest
-/// of the others.
+/// of the others, unless `overlap` says otherwise.
 struct ExchangeTime {
+  double overlap = 1;  ///< as in ExchangeRates
   double latency = 0, messages = 0;
   double copy = 0, nvlink_out = 0, nvlink_in = 0, nic_out = 0, nic_in = 0, staging = 0, spine = 0;
 

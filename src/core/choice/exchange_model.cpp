@@ -38,6 +38,7 @@ ExchangeBytes uniform_bytes(const ExchangeShape& shape, const ExchangeRates& rat
 
 ExchangeTime exchange_time(const ExchangeBytes& bytes, const ExchangeRates& rates) {
   ExchangeTime time;
+  time.overlap = rates.overlap;
   time.latency = rates.latency_s;
   time.messages = bytes.peers * rates.message_s;
   time.copy = bytes.copy / rates.copy;
@@ -51,8 +52,10 @@ ExchangeTime exchange_time(const ExchangeBytes& bytes, const ExchangeRates& rate
 }
 
 double ExchangeTime::seconds() const {
-  return latency + messages +
-         std::max({copy, nvlink_out, nvlink_in, nic_out, nic_in, staging, spine});
+  const double links = std::max({nvlink_out, nvlink_in, nic_out, nic_in, staging, spine});
+  if (overlap == 1) return latency + messages + std::max(copy, links);
+  return messages +
+         std::pow(std::pow(latency, overlap) + std::pow(copy + links, overlap), 1 / overlap);
 }
 
 Interval predicted_interval(double likely_s, double fast_s, double slow_s) {

@@ -57,6 +57,17 @@ TEST(ExchangeModel, UniformBytesAreThoseOfRandomRoutes) {
   }
 }
 
+TEST(ExchangeModel, LatencyAndRowsOverlapAsFarAsTheRatesSay) {
+  ExchangeRates rates;
+  rates.latency_s = 3;
+  rates.copy = 1;
+  rates.nvlink_out = rates.nvlink_in = 1;
+  const ExchangeBytes bytes{.copy = 1, .nvlink = 3};
+  EXPECT_DOUBLE_EQ(exchange_time(bytes, rates).seconds(), 6);  // latency, then the longest
+  rates.overlap = 2;
+  EXPECT_DOUBLE_EQ(exchange_time(bytes, rates).seconds(), 5);  // hypot(3, 1 + 3)
+}
+
 TEST(ExchangeModel, NamesWhatACallWaitsFor) {
   ExchangeBytes bytes;
   bytes.copy = bytes.nvlink = bytes.nic = 1e6;

@@ -83,6 +83,7 @@ bool is_covered(const Calibrated& one, const Observation& call) {
   const auto at = [&](double by) {
     FittedRates other = rates;
     other.latency_s *= 1 - by;
+    other.few_latency_s *= 1 - by;
     const double rates_by = std::clamp(by, -0.95, 0.95);  // as rates_of has it
     for (double* rate : {&other.copy, &other.nvlink, &other.nic}) *rate *= 1 + rates_by;
     return other.time(call).seconds();
@@ -160,9 +161,15 @@ std::string cluster_file(const Measured& measured, const std::vector<Calibrated>
   }
   for (const Calibrated& one : all) {
     constexpr double kShortest_us = 1e-3;  // less is where the search ended, not a time
-    const double latency_us = one.rates.latency_s * 1e6;
     text += one.operation + ":\n";
-    text += fitted_value("latency_us", latency_us < kShortest_us ? 0 : latency_us, one.error);
+    const auto latency = [&](const char* key, double seconds) {
+      if (std::isinf(seconds)) return;
+      text += fitted_value(key, seconds * 1e6 < kShortest_us ? 0 : seconds * 1e6, one.error);
+    };
+    latency("latency_us",
+            std::isinf(one.rates.latency_s) ? one.rates.few_latency_s : one.rates.latency_s);
+    latency("few_latency_us", one.rates.few_latency_s);
+    if (one.rates.overlap > 1) text += fmt::format("  overlap: {}\n", one.rates.overlap);
     const auto rate = [&](const char* key, double value) {
       if (!std::isinf(value)) text += fitted_value(key, value / 1e9, one.error);
     };

@@ -14,8 +14,9 @@ namespace {
 const std::vector<std::string> kRates{"copy", "sm_copy", "nvlink", "nvlink_out", "nvlink_in",
                                       "nic",  "nic_out", "nic_in", "staging"};
 const std::vector<std::string> kRateKeys{
-    "latency_us", "message_us", "copy",   "sm_copy", "nvlink",     "nvlink_out",      "nvlink_in",
-    "nic",        "nic_out",    "nic_in", "staging", "leaf_hosts", "oversubscription"};
+    "latency_us", "few_latency_us", "overlap",    "message_us", "copy",
+    "sm_copy",    "nvlink",         "nvlink_out", "nvlink_in",  "nic",
+    "nic_out",    "nic_in",         "staging",    "leaf_hosts", "oversubscription"};
 const std::vector<std::string> kOperations{"dispatch", "combine", "latency_dispatch",
                                            "latency_combine"};
 
@@ -71,6 +72,12 @@ void check_value(const std::string& file, const std::string& key, const YAML::No
     refuse(
         file, node,
         fmt::format("{} is {}, expected a whole number from 1 to {:.0f}", key, value, kMostCount));
+  }
+  if (key == "overlap" && (value < 1 || value > 10)) {
+    refuse(file, node,
+           fmt::format(
+               "overlap is {}, expected from 1 (latency, then rows) to 10 (the longer of both)",
+               value));
   }
   if (key == "oversubscription" && value < 1) {
     refuse(
@@ -223,7 +230,7 @@ std::vector<std::string> Described::assumed() const {
 }
 
 ExchangeRates rates_of(const Described& cluster, const std::string& operation, int num_sms,
-                       End end) {
+                       double tokens, End end) {
   const double sign = end == End::likely ? 0 : end == End::fast ? 1 : -1;
   const auto rate = [&](const std::string& key, const std::string& other) {
     const Value* value = cluster.find(operation, key);
@@ -236,7 +243,9 @@ ExchangeRates rates_of(const Described& cluster, const std::string& operation, i
     return value == nullptr ? 0 : value->value * 1e-6 * (1 - sign * std::min(value->error, 1.0));
   };
   ExchangeRates rates;
-  rates.latency_s = time("latency_us");
+  const bool few = tokens <= kFewTokens && cluster.find(operation, "few_latency_us") != nullptr;
+  rates.latency_s = time(few ? "few_latency_us" : "latency_us");
+  rates.overlap = cluster.number(operation, "overlap", 1);
   rates.message_s = time("message_us");
   rates.copy = std::min(rate("copy", "copy"), rate("sm_copy", "sm_copy") * num_sms);
   rates.nvlink_out = rate("nvlink_out", "nvlink");

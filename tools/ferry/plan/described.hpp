@@ -46,9 +46,12 @@ class Described {
 /// Which end of the errors of the values.
 enum class End { likely, fast, slow };
 
+/// In latency mode so few tokens of a rank cross otherwise, and sooner (`few_latency_us`).
+inline constexpr double kFewTokens = 8;
+
 /// What a cluster can do in an operation ("dispatch", "latency_combine", …), rows copied by so many
 /// SMs.
 ExchangeRates rates_of(const Described& cluster, const std::string& operation, int num_sms,
-                       End end = End::likely);
+                       double tokens, End end = End::likely);
 
 }  // namespace ferry::cli

@@ -7,19 +7,32 @@
 #include <numeric>
 #include <utility>
 
+#include "plan/described.hpp"
+
 namespace ferry::cli {
 namespace {
 
-/// Logarithms of latency and of the rates of SM copies, NVLink and NIC.
-using Logarithms = std::array<double, 4>;
+/// Logarithms of latency, of that of few tokens, and of the rates of SM copies, NVLink and NIC.
+using Logarithms = std::array<double, 5>;
 constexpr double kNone = std::numeric_limits<double>::infinity();
+/// Of the calls of latency mode, as those of 2026-11-27 on 2 and 4 H200 have it.
+constexpr double kLatencyOverlap = 1.5;
 
-FittedRates rates_at(const Logarithms& at) {
-  return {std::exp(at[0]), std::exp(at[1]), std::exp(at[2]), std::exp(at[3])};
+bool in_latency_mode(const Observation& call) {
+  return call.operation.starts_with("latency");
+}
+bool has_few_tokens(const Observation& call) {
+  return in_latency_mode(call) && call.tokens <= kFewTokens;
+}
+
+FittedRates rates_at(const Logarithms& at, const std::vector<Observation>& points) {
+  const bool overlaps = !points.empty() && in_latency_mode(points.front());
+  return {std::exp(at[0]), std::exp(at[1]), overlaps ? kLatencyOverlap : 1,
+          std::exp(at[2]), std::exp(at[3]), std::exp(at[4])};
 }
 
 double squares(const Logarithms& at, const std::vector<Observation>& points) {
-  const FittedRates rates = rates_at(at);
+  const FittedRates rates = rates_at(at, points);
   double sum = 0;
   for (const Observation& point : points) {
     const double off = std::log(rates.time(point).seconds() / point.seconds);
@@ -30,15 +43,16 @@ double squares(const Logarithms& at, const std::vector<Observation>& points) {
 
 /// Where each rate is as slow as the fastest of the points allows.
 Logarithms start_of(const std::vector<Observation>& points) {
-  Logarithms start{kNone, -kNone, -kNone, -kNone};
+  Logarithms start{kNone, kNone, -kNone, -kNone, -kNone};
   for (const Observation& point : points) {
     const auto rate = [&](double bytes) {
       return bytes > 0 ? std::log(bytes / point.seconds) : -kNone;
     };
-    start[0] = std::min(start[0], std::log(point.seconds));
-    start[1] = std::max(start[1], rate(point.bytes.copy / std::max(1, point.num_sms)));
-    start[2] = std::max(start[2], rate(point.bytes.nvlink));
-    start[3] = std::max(start[3], rate(point.bytes.nic));
+    double& latency = start[has_few_tokens(point) ? 1 : 0];
+    latency = std::min(latency, std::log(point.seconds));
+    start[2] = std::max(start[2], rate(point.bytes.copy / std::max(1, point.num_sms)));
+    start[3] = std::max(start[3], rate(point.bytes.nvlink));
+    start[4] = std::max(start[4], rate(point.bytes.nic));
   }
   for (double& one : start) one = one == -kNone ? kNone : one;  // nothing to be fitted
   return start;
@@ -86,17 +100,19 @@ double apart(const Observation& a, const Observation& b) {
 
 }  // namespace
 
-ExchangeRates FittedRates::rates(int num_sms) const {
+ExchangeRates FittedRates::rates(const Observation& call) const {
   ExchangeRates made;
-  made.latency_s = latency_s;
-  made.copy = copy * std::max(1, num_sms);
+  const bool few = has_few_tokens(call) && !std::isinf(few_latency_s);
+  made.latency_s = few || std::isinf(latency_s) ? few_latency_s : latency_s;
+  made.overlap = overlap;
+  made.copy = copy * std::max(1, call.num_sms);
   made.nvlink_out = made.nvlink_in = nvlink;
   made.nic_out = made.nic_in = nic;
   return made;
 }
 
 ExchangeTime FittedRates::time(const Observation& call) const {
-  return exchange_time(call.bytes, rates(call.num_sms));
+  return exchange_time(call.bytes, rates(call));
 }
 
 std::vector<std::size_t> spread_points(const std::vector<Observation>& calls, std::size_t count) {
@@ -126,7 +142,7 @@ std::vector<std::size_t> spread_points(const std::vector<Observation>& calls, st
 FittedRates fit(const std::vector<Observation>& points) {
   Logarithms at = start_of(points);
   search_rates(at, points);
-  FittedRates made = rates_at(at);
+  FittedRates made = rates_at(at, points);
   // What no point waits for was only kept out of the way.
   std::array<double*, 3> rates{&made.copy, &made.nvlink, &made.nic};
   std::array<bool, 3> waited{};
@@ -135,7 +151,8 @@ FittedRates fit(const std::vector<Observation>& points) {
     const double longest = std::max({time.copy, time.nvlink_out, time.nic_out});
     const std::array phases{time.copy, time.nvlink_out, time.nic_out};
     for (std::size_t i = 0; i < phases.size(); ++i) {
-      waited[i] = waited[i] || phases[i] >= longest * (1 - 1e-9);
+      const double least = made.overlap > 1 ? 1e-3 : 1 - 1e-9;  // there phases add up
+      waited[i] = waited[i] || phases[i] >= longest * least;
     }
   }
   for (std::size_t i = 0; i < rates.size(); ++i) {

@@ -23,12 +23,14 @@ struct Observation {
 /// What is fitted. `copy`: of one SM, or of a call that has no number of them. A rate that no point
 /// waits for is unknown.
 struct FittedRates {
-  double latency_s = 0;
+  double latency_s = 0;  ///< infinite: only calls of few tokens were measured
+  double few_latency_s = ExchangeRates::kUnknown;  ///< of few tokens in latency mode
+  double overlap = 1;                              ///< not fitted
   double copy = ExchangeRates::kUnknown;
   double nvlink = ExchangeRates::kUnknown;
   double nic = ExchangeRates::kUnknown;
 
-  ExchangeRates rates(int num_sms) const;
+  ExchangeRates rates(const Observation& call) const;
   ExchangeTime time(const Observation& call) const;
 };
 

@@ -27,6 +27,10 @@ ExchangeBytes bytes_of(const json& result, const json& settings, const std::stri
   const double ranks = settings.at("ranks");
   bytes.copy = result.at("logical_bytes").get<double>() / ranks;
   bytes.nvlink = result.at("wire_bytes").get<double>() / ranks;
+  if (result.at("name").get<std::string>().starts_with("latency")) {  // a copy for each expert
+    bytes.copy = result.at("tokens").get<double>() * settings.at("topk").get<double>() *
+                 result.at("row_bytes").get<double>();
+  }
   const int domain = settings.value("domain_size", 0);
   if (domain == 0 || domain >= ranks) return bytes;
   const std::string crossing = settings.at("crossing");

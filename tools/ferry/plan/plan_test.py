@@ -323,11 +323,11 @@ class Calibrate(unittest.TestCase):
         self.addCleanup(made.cleanup)
         self.folder = Path(made.name)
 
-    def bench(self, calls, **settings):
+    def bench(self, calls, name="dispatch, full, worst case", **settings):
         """A file as of ferry bench; calls: tokens, SMs, microseconds, bytes copied and sent."""
         results = [
             {
-                "name": "dispatch, full, worst case",
+                "name": name,
                 "dtype": "bf16",
                 "tokens": tokens,
                 "sms": sms,
@@ -364,6 +364,38 @@ class Calibrate(unittest.TestCase):
         self.assertEqual(
             rows("--cluster", str(out), "--ranks", "4", "--model", "qwen3-30b")[0]["num_sms"], 9
         )
+
+    def test_finds_the_rates_of_latency_mode(self):
+        """12 us, 7 of few tokens, 400 GB/s of copies to experts, 250 of NVLink."""
+        calls = []
+        for tokens in (1, 4, 8, 12, 24, 48, 128, 512):
+            sent = tokens * 4096 * 2.7 if tokens % 3 == 0 else tokens * 4096
+            us = (
+                (7 if tokens <= 8 else 12) ** 1.5
+                + (tokens * 8 * 4096 / 400e3 + sent / 250e3) ** 1.5
+            ) ** (2 / 3)
+            calls.append((tokens, 0, us, tokens * 4096, sent))
+        out = self.folder / "made.yaml"
+        done = calibrate(self.bench(calls, "latency dispatch"), "--points", "6", "--out", out)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        values = dict(re.findall(r"  (\w+): {value: ([0-9.e+-]+)", out.read_text()))
+        known = {"latency_us": 12, "few_latency_us": 7, "copy": 400, "nvlink": 250}
+        for key, value in known.items():
+            self.assertAlmostEqual(float(values[key]) / value, 1, delta=0.02, msg=key)
+        self.assertIn("| latency_dispatch | 2 | 2 | 2 |", done.stdout)
+        options = (
+            "--cluster",
+            str(out),
+            "--ranks",
+            "4",
+            "--model",
+            "qwen3-30b",
+            "--mode",
+            "latency",
+        )
+        for tokens, least in (("8", 7), ("9", 12)):
+            self.assertGreaterEqual(rows(*options, "--tokens", tokens)[0]["us"], least)
+        self.assertLess(rows(*options, "--tokens", "8")[0]["us"], 8)
 
     def test_a_call_that_does_not_fit_is_a_miss(self):
         calls = [(t, 16, 10 + t, t * 40000, t * 30000) for t in (1, 2, 4, 8, 16, 32, 64, 128)]

@@ -30,7 +30,8 @@ std::string operation_of(const Load& load, bool combine) {
 /// Several hosts without a rate of the NIC would be predicted as if their network took no time.
 void check_nic(const Described& cluster, const std::string& operation, int ranks) {
   const double host_ranks = cluster.number("host_ranks", 8);
-  if (ranks <= host_ranks || !std::isinf(rates_of(cluster, operation, 1).nic_out)) return;
+  if (ranks <= host_ranks || !std::isinf(rates_of(cluster, operation, 1, kFewTokens).nic_out))
+    return;
   throw std::runtime_error(fmt::format(
       "--ranks {} spans {:.0f} hosts, but {} has no nic for {}; add its rate, as `ferry doctor "
       "--net` measures it",
@@ -39,7 +40,7 @@ void check_nic(const Described& cluster, const std::string& operation, int ranks
 
 /// A row of one byte; of recorded routes the mean of the busiest ranks of the calls.
 ExchangeBytes rows_of(const Described& cluster, const ExchangeShape& shape, const Load& load) {
-  const ExchangeRates rates = rates_of(cluster, "dispatch", load.most_sms);
+  const ExchangeRates rates = rates_of(cluster, "dispatch", load.most_sms, load.tokens);
   if (load.routes == nullptr) return uniform_bytes(shape, rates);
   constexpr int kMostCalls = 16;  // spread over all that were recorded
   const int calls = std::min(kMostCalls, load.routes->count());
@@ -71,8 +72,8 @@ ExchangeBytes of_row(ExchangeBytes rows, double row_bytes) {
 }
 
 double seconds(const Described& cluster, const ExchangeBytes& bytes, const std::string& operation,
-               int num_sms, End end = End::likely) {
-  return exchange_time(bytes, rates_of(cluster, operation, num_sms, end)).seconds();
+               int num_sms, double tokens, End end = End::likely) {
+  return exchange_time(bytes, rates_of(cluster, operation, num_sms, tokens, end)).seconds();
 }
 
 /// The fewest that cost at most 3 % of time; 0: their rate is not known.
@@ -80,9 +81,11 @@ int enough_sms(const Described& cluster, const ExchangeBytes& bytes, const std::
                const Load& load) {
   constexpr double kWorth = 1.03;
   if (cluster.find(operation, "sm_copy") == nullptr) return 0;
-  const double best = seconds(cluster, bytes, operation, load.most_sms);
+  const double best = seconds(cluster, bytes, operation, load.most_sms, load.tokens);
   int sms = load.fewest_sms;
-  while (sms < load.most_sms && seconds(cluster, bytes, operation, sms) > best * kWorth) ++sms;
+  while (sms < load.most_sms &&
+         seconds(cluster, bytes, operation, sms, load.tokens) > best * kWorth)
+    ++sms;
   return sms;
 }
 
@@ -95,7 +98,9 @@ double row_bytes_of(double hidden, bool combine) {
 std::vector<Predicted> predicted(const Described& cluster, const Described& model,
                                  const Load& load) {
   ExchangeShape shape = shape_of(cluster, model, load);
-  const ExchangeBytes direct = rows_of(cluster, shape, load);
+  const ExchangeBytes received = rows_of(cluster, shape, load);
+  ExchangeBytes direct = received;
+  if (load.latency) direct.copy = load.tokens * shape.topk;  // a copy for each expert
   shape.hierarchical = true;
   const ExchangeBytes by_rail = load.latency ? direct : rows_of(cluster, shape, load);
   const double hidden = model.number("hidden", 0);
@@ -107,21 +112,22 @@ std::vector<Predicted> predicted(const Described& cluster, const Described& mode
     Predicted made;
     made.call = combine ? "combine" : "dispatch";
     made.dtype = combine ? "bf16" : "e4m3";
-    made.direct_s = seconds(cluster, of_row(direct, row), operation, load.most_sms);
+    made.direct_s = seconds(cluster, of_row(direct, row), operation, load.most_sms, load.tokens);
     if (!load.latency) {
-      made.hierarchical_s = seconds(cluster, of_row(by_rail, row), operation, load.most_sms);
+      made.hierarchical_s =
+          seconds(cluster, of_row(by_rail, row), operation, load.most_sms, load.tokens);
       made.hierarchical = made.hierarchical_s < made.direct_s;
     }
     const ExchangeBytes bytes = of_row(made.hierarchical ? by_rail : direct, row);
     made.num_sms = enough_sms(cluster, bytes, operation, load);
     const int sms = made.num_sms > 0 ? made.num_sms : load.most_sms;
-    const ExchangeTime time = exchange_time(bytes, rates_of(cluster, operation, sms));
+    const ExchangeTime time = exchange_time(bytes, rates_of(cluster, operation, sms, load.tokens));
     made.bottleneck = time.bottleneck();
     made.phases = time;
-    made.received_bytes = bytes.copy;
-    made.seconds =
-        predicted_interval(time.seconds(), seconds(cluster, bytes, operation, sms, End::fast),
-                           seconds(cluster, bytes, operation, sms, End::slow));
+    made.received_bytes = received.copy * row;
+    made.seconds = predicted_interval(
+        time.seconds(), seconds(cluster, bytes, operation, sms, load.tokens, End::fast),
+        seconds(cluster, bytes, operation, sms, load.tokens, End::slow));
     all.push_back(made);
   }
   return all;

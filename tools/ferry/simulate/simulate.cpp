@@ -58,7 +58,7 @@ struct World {
 
 ExchangeRates rates_with(const Described& cluster, const std::string& call,
                          const SimulateOptions& options) {
-  ExchangeRates rates = rates_of(cluster, call, 24);
+  ExchangeRates rates = rates_of(cluster, call, 24, options.tokens);
   if (options.leaf_hosts > 0) rates.leaf_hosts = options.leaf_hosts;
   if (options.oversubscription > 0) rates.oversubscription = options.oversubscription;
   if (std::isinf(rates.nic_out) || std::isinf(rates.nic_in) || std::isinf(rates.nvlink_out) ||
