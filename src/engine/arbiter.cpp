@@ -77,11 +77,18 @@ void ArbiterFile::refuse(const LockedFile& file, const char* what_to_do) const {
 
 LockedFile ArbiterFile::create() const {
   LockedFile file(path_, true);
-  if (file.failed() != nullptr) {
+  if (!file.is_open()) {
     refuse(file, "; give a directory that is there and in which this user may write");
   }
-  Record none;
-  write(file, none);
+  try {
+    if (file.failed() != nullptr) refuse(file, "");
+    Record none;
+    write(file, none);
+  } catch (...) {  // the next attempt must not find a file that holds nothing
+    std::error_code ignored;
+    std::filesystem::remove(path_, ignored);
+    throw;
+  }
   return file;
 }
 

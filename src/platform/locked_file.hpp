@@ -19,6 +19,7 @@ class LockedFile {
   /// Over what the file begins with, through to the disk.
   void write(const std::string& text);
 
+  bool is_open() const { return static_cast<bool>(file_); }
   /// Null: all went well; otherwise "opened", "locked", ...
   const char* failed() const { return failed_; }
   int error() const { return error_; }  ///< the errno of that

@@ -6,12 +6,15 @@
 #include <unistd.h>
 
 #include <array>
+#include <csignal>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <functional>
 #include <string>
 #include <vector>
 
+#include "engine/arbiter.hpp"
 #include "processes.hpp"
 
 namespace ferry::test {
@@ -191,6 +194,19 @@ TEST(Limits, OfTheSizeOfFiles) {
     EXPECT_NE(end.said.find(word), std::string::npos) << describe(end);
   }
   EXPECT_TRUE(shared_memory_names().empty());
+}
+
+// As on a full disk: the next attempt finds no file that holds nothing.
+TEST(Limits, AnArbitersFileThatCouldNotBeWrittenIsRemoved) {
+  const engine::ArbiterFile arbiter(testing::TempDir(), {7, static_cast<std::uint64_t>(::getpid())},
+                                    0, 1);
+  const End end = under(RLIMIT_FSIZE, 8, [&] {
+    std::signal(SIGXFSZ, SIG_IGN);
+    arbiter.create();
+  });
+  EXPECT_NE(end.said.find("could not be written"), std::string::npos) << describe(end);
+  arbiter.create();
+  arbiter.leave(engine::Member::Seats::first(1));
 }
 
 // One of two ranks: the other one hears at once, and in words.

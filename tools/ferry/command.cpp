@@ -2,8 +2,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <exception>
+#include <filesystem>
+#include <fstream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -64,6 +68,29 @@ std::string complaint(const CLI::App& app, const std::vector<std::string>& own) 
 }
 
 }  // namespace
+
+bool ferry::cli::cannot_write(const char* command, const std::string& file) {
+  fmt::print(stderr, "ferry {}: cannot write {}: {}\n", command, file, std::strerror(errno));
+  return false;
+}
+
+bool ferry::cli::may_write(const char* command, const std::string& file) {
+  std::error_code ignored;
+  const bool there = file.empty() || std::filesystem::exists(file, ignored);
+  if (!file.empty() && !std::ofstream(file, std::ios::app)) return cannot_write(command, file);
+  if (!there) std::filesystem::remove(file, ignored);
+  return true;
+}
+
+bool ferry::cli::may_draw(const char* command, const std::string& image) {
+  const std::string kind = std::filesystem::path(image).extension().string();
+  if (image.empty() || kind == ".png" || kind == ".svg" || kind == ".pdf") {
+    return may_write(command, image);
+  }
+  fmt::print(stderr, "ferry {}: --plot: got {}; expected a file named .png, .svg or .pdf\n",
+             command, image);
+  return false;
+}
 
 int ferry::cli::run_command(int argc, char** argv) try {
   const ferry::cli::CommandLine line = split(argc, argv);

@@ -17,6 +17,14 @@ struct CommandLine {
   bool separated = false;  ///< there was a `--`
 };
 
+/// Whether a result can be written into the file, before anything is measured for it. False, and
+/// says so. "": there is none.
+bool may_write(const char* command, const std::string& file);
+/// The same of an image, whose name says what it is.
+bool may_draw(const char* command, const std::string& image);
+/// Says so, with errno's reason; false.
+bool cannot_write(const char* command, const std::string& file);
+
 void add_run(CLI::App& app, const CommandLine& line, int& exit_code);
 void add_doctor(CLI::App& app, int& exit_code);
 void add_plan(CLI::App& app, int& exit_code);

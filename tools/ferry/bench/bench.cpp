@@ -1,11 +1,8 @@
 // `ferry bench`: how fast exchanges are on this machine.
 #include <fmt/format.h>
 
-#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <random>
@@ -114,32 +111,18 @@ bool prepare_sweep(BenchArguments& given) {
   return true;
 }
 
-bool cannot_write(const std::string& file) {
-  fmt::print(stderr, "ferry bench: cannot write {}: {}\n", file, std::strerror(errno));
-  return false;
-}
-
-/// Before anything is measured. False, and says so.
-bool may_write(const std::string& file) {
-  std::error_code ignored;
-  const bool there = file.empty() || std::filesystem::exists(file, ignored);
-  if (!file.empty() && !std::ofstream(file, std::ios::app)) return cannot_write(file);
-  if (!there) std::filesystem::remove(file, ignored);
-  return true;
-}
-
 bool write_file(const std::string& file, const std::string& text) {
   std::ofstream out(file);
   out << text << '\n';
   out.close();
-  return !out.fail() || cannot_write(file);
+  return !out.fail() || cannot_write("bench", file);
 }
 
 /// Returns the exit code.
 int bench(BenchArguments& given, const CommandLine& line) {
   const BenchSettings& s = given.settings;
   if (s.on_gpus() && !gpus_suffice(s)) return 1;
-  if (!may_write(given.json_file) || !may_write(given.plot_file)) return 1;
+  if (!may_write("bench", given.json_file) || !may_draw("bench", given.plot_file)) return 1;
   if (s.sweeps() && !prepare_sweep(given)) return 1;
   std::vector<BenchResult> results;
   for (const BenchSettings& run : runs_of(given)) {

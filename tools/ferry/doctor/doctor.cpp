@@ -328,6 +328,7 @@ void print(const Diagnosis& d) {
 }
 
 int tell_waits(const std::vector<std::string>& files, const std::string& image) {
+  if (!may_draw("doctor --waits", image)) return 1;
   try {
     const WaitMatrix waits = read_waits(files);
     const std::string said = describe_waits(waits);

@@ -138,6 +138,16 @@ class Doctor(unittest.TestCase):
                     self.assertEqual([len(row) for row in drawn["bytes_per_s"]], [2, 2])
             own = Path(__file__).resolve().parents[3] / "bench" / "plot_matrix.py"
             self.assertEqual((Path(folder) / "program.py").read_text(), own.read_text())
+            # What cannot be drawn is refused before anything is measured.
+            for bad, why in ((Path(folder) / "none" / "a.svg", "No such file"), ("a.txt", ".png")):
+                for command in jobs:
+                    done = subprocess.run(
+                        [*command, "--plot", bad], env=environment, capture_output=True, text=True
+                    )
+                    self.assertEqual(done.returncode, 1, done.stderr)
+                    self.assertEqual(done.stdout, "")
+                    self.assertIn(why, done.stderr)
+            self.assertFalse(Path("a.txt").exists())
         refused = doctor("--plot", "a.svg")
         self.assertEqual(refused.returncode, 2)
         self.assertIn("--net or --waits", refused.stderr)

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "bench/plot.hpp"
+#include "command.hpp"
 #include "doctor/net.hpp"
 #include "progress.hpp"
 
@@ -42,6 +43,7 @@ std::vector<std::vector<NicStats>> nics_of_all(Bootstrap& bootstrap, const Group
 int run_net(FabricKind fabric, bool json, const std::string& image) {
   try {
     const std::shared_ptr<Bootstrap> bootstrap = tcp_bootstrap(tcp_options_from_environment());
+    if (bootstrap->rank() == 0 && !may_draw("doctor --net", image)) return 1;
     GroupConfig config;
     config.experts = bootstrap->size();
     config.memory_bytes = std::size_t{1} << 20;
