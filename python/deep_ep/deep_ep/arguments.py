@@ -11,7 +11,7 @@ from torch import Tensor
 from deep_ep.config import domains_of
 from deep_ep.errors import refuse, require
 from deep_ep.layout import ranks_of_tokens
-from ferry.arguments import tensor_words
+from ferry.arguments import shown, tensor_words
 from ferry.tensors import storage_of
 
 _ROW_STEP_BYTES = 16
@@ -48,6 +48,11 @@ def check_memory(call: str, **tensors: Tensor | None) -> None:
             good = isinstance(tensor, Tensor)
             require(good, call, name, words(tensor), "a torch.Tensor, or None where it may be")
             storage_of(f"{call}: {name}", tensor)
+
+
+def check_dtype(call: str, dtype: Any) -> None:
+    got = f"{shown(dtype)}, {words(dtype)}"
+    require(isinstance(dtype, torch.dtype), call, "dtype", got, "a torch.dtype")
 
 
 def check_rows(call: str, name: str, x: Any) -> None:

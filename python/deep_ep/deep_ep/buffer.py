@@ -9,7 +9,7 @@ import torch
 from deep_ep.buffers.base import Regroups
 from deep_ep.config import Config, combine_config, dispatch_config
 from deep_ep.environment import qp_depth
-from deep_ep.errors import refuse, require, require_integer, warn_once
+from deep_ep.errors import refuse, require, require_flags, require_integer, warn_once
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.low_latency import LowLatency
 from deep_ep.sizes import MOST_BYTES
@@ -57,6 +57,15 @@ class Buffer(Regroups, Throughput, LowLatency):
         allow_nvlink_for_normal_mode: bool = True,
     ) -> None:
         super().__init__(explicitly_destroy)
+        require_flags(
+            "Buffer",
+            low_latency_mode=low_latency_mode,
+            allow_nvlink_for_low_latency_mode=allow_nvlink_for_low_latency_mode,
+            allow_mnnvl=allow_mnnvl,
+            use_fabric=use_fabric,
+            enable_shrink=enable_shrink,
+            allow_nvlink_for_normal_mode=allow_nvlink_for_normal_mode,
+        )
         if not allow_nvlink_for_normal_mode:
             expected = "True: ranks of one host share memory, over PCIe where there is no NVLink"
             refuse("Buffer", "allow_nvlink_for_normal_mode", allow_nvlink_for_normal_mode, expected)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from deep_ep.agreement import require_same
-from deep_ep.arguments import check_memory, words
+from deep_ep.arguments import check_dtype, check_memory, words
 from deep_ep.call import column_major
-from deep_ep.errors import refuse, require, require_integer
+from deep_ep.errors import refuse, require, require_flags, require_integer
 from deep_ep.gradients import without_gradients
 from deep_ep.groups import Groups
 from deep_ep.sizes import SIZE_STEP, round_up
@@ -155,6 +155,7 @@ class EngramCalls:
         self._require_living()
         call = "engram_fetch"
         self._check_qps(call, num_qps)
+        require_flags(call, use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf)
         if self._tables is None or not self._tables.written:
             refuse(call, "indices", "no table", "engram_write before it, without an error")
         numbers = _numbers(call, indices, (1, 2))
@@ -162,11 +163,6 @@ class EngramCalls:
             numbers = numbers[:, None]
         found = self._tables.fetch(call, 0, numbers, use_tma_aligned_col_major_sf, joined=False)
         return lambda: found
-
-
-def check_dtype(call: str, dtype: Any) -> None:
-    got = f"{dtype!r}, {words(dtype)}"
-    require(isinstance(dtype, torch.dtype), call, "dtype", got, "a torch.dtype")
 
 
 def _check_range(call: str, name: str, flat: Tensor, shape: torch.Size, entries: int) -> None:

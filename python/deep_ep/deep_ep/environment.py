@@ -6,6 +6,8 @@ import os
 
 import torch
 
+from deep_ep.errors import MOST_SECONDS
+
 DEADLINE_S = 100.0
 
 
@@ -38,10 +40,12 @@ def topk_idx_dtype() -> torch.dtype:
 
 def _number(name: str, default: float) -> float:
     text = os.environ.get(name, "")
+    if not text:
+        return default
     try:
-        value = float(text or default)
+        value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 < value < 1e9:
-        raise ValueError(f"{name}: got {text!r}; expected a positive number")
+    if not 0 < value < MOST_SECONDS:
+        raise ValueError(f"{name}: got {text!r}; expected a positive number below 1e9")
     return value

@@ -214,11 +214,11 @@ def _tokens(handle: EPHandle) -> int:
 def _expanded(handle: EPHandle) -> int:
     exchange = handle._exchange
     if exchange.max_recv_rows > 0:
+        if handle.do_expand:
+            return exchange.max_recv_rows
         local, topk = exchange.group.local_experts, exchange.plan.topk
-        ranks = exchange.group.size
-        return worst_rows(
-            ranks, handle.num_max_tokens_per_rank, topk, local, handle.expert_alignment
-        )
+        slots = handle.num_max_tokens_per_rank * exchange.group.size * min(topk, local)
+        return worst_rows(slots, local, handle.expert_alignment)
     return sum(handle.num_recv_tokens_per_expert_list)
 
 
@@ -259,9 +259,9 @@ def _sent_before(handle: EPHandle) -> Tensor:
     return torch.where(first, before.gather(1, rank.clamp(min=0)), -1).to(torch.int32)
 
 
-def worst_rows(ranks: int, most: int, topk: int, local_experts: int, alignment: int) -> int:
-    """Expert-major rows, with padding, that can arrive."""
-    rows = ranks * most * min(topk, local_experts) + (alignment - 1) * local_experts
+def worst_rows(slots: int, local_experts: int, alignment: int) -> int:
+    """Expert-major rows, with padding, that can arrive in so many slots."""
+    rows = slots + (alignment - 1) * local_experts
     return -(-rows // alignment) * alignment
 
 

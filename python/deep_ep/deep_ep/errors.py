@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 
 from ferry.arguments import shown, whole_number
 
+MOST_SECONDS = 1e9
+
 
 class EPException(AssertionError, RuntimeError):  # noqa: N818
     """A condition of the interface does not hold. Callers know some of these as assertions of
@@ -38,6 +40,13 @@ def require_positive(
     good = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not good or not (0 < value < math.inf or (or_zero and value == 0)):
         refuse(call, argument, shown(value), expected)
+
+
+def require_seconds(call: str, argument: str, value: Any) -> None:
+    """How long a wait may take."""
+    expected = "more than 0 seconds, and less than 1e9"
+    require_positive(call, argument, value, expected)
+    require(value < MOST_SECONDS, call, argument, value, expected)
 
 
 def require_only_context(call: str, context_idx: Any) -> None:

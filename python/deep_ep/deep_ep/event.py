@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from deep_ep.errors import require_flags
+
 
 class EventHandle:
     """The point that the current CUDA stream has reached now. Without CUDA everything before it is
@@ -52,6 +54,8 @@ class EventOverlap:
 
         release_handle: drop the event, and with it what it keeps.
         """
+        if type(release_handle) is not bool:
+            require_flags("current_stream_wait", release_handle=release_handle)
         assert self.event is not None, (
             "EventOverlap: there is no event; expected one of a call with async_finish=True or "
             "async_with_compute_stream=True, or of Buffer.capture()"
@@ -76,6 +80,7 @@ class EventOverlap:
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
         """For a `with` block, which then waits with this release_handle."""
+        require_flags("EventOverlap", release_handle=release_handle)
         self._release = release_handle
         return self
 

@@ -14,7 +14,7 @@ from deep_ep.borrowed import tensor_of
 from deep_ep.buffers.base import Communicating, Regroups
 from deep_ep.call import Call, column_major, with_scales
 from deep_ep.ep_handle import Arrived, EPHandle, exchange_of, worst_rows
-from deep_ep.errors import refuse, require, require_flags, require_integer, require_positive
+from deep_ep.errors import refuse, require, require_flags, require_integer, require_seconds
 from deep_ep.gradients import without_gradients
 from deep_ep.handles import Exchange
 from deep_ep.sizes import MOST_BYTES, SIZE_STEP, buffer_bytes, size_hint, theoretical_sms
@@ -122,7 +122,7 @@ class Experts(Regroups, Communicating):
         qps = require_integer(call, "num_allocated_qps", num_allocated_qps, 0, "0 or more")
         self.num_allocated_qps = qps or _QPS[bool(self.allow_hybrid_mode)]
         for name, value in zip(("num_cpu_timeout_secs", "num_gpu_timeout_secs"), seconds):
-            require_positive(call, name, value, "more than 0 seconds")
+            require_seconds(call, name, value)
         if num_bytes is not None:
             expected = f"a multiple of {SIZE_STEP}, 0 to {MOST_BYTES}"
             num_bytes = require_integer(call, "num_bytes", num_bytes, 0, expected)
@@ -179,6 +179,12 @@ class Experts(Regroups, Communicating):
     ) -> int:
         """Bytes that a dispatch and its combine take at most, a multiple of 2 MiB; f32 sums without
         allow_multiple_reduction. Ferry needs none of them at first."""
+        require_flags(
+            "get_buffer_size_hint",
+            use_fp8_dispatch=use_fp8_dispatch,
+            allow_hybrid_mode=allow_hybrid_mode,
+            allow_multiple_reduction=allow_multiple_reduction,
+        )
         return size_hint(
             "get_buffer_size_hint",
             group,
@@ -313,18 +319,22 @@ class Experts(Regroups, Communicating):
         ids, exact = routes.topk_idx, routes.do_cpu_sync is None or routes.do_cpu_sync
         assert ids is not None
         group = self._group_for(settings["num_experts"], sent.device)
-        most, worst = settings["num_max_tokens_per_rank"], 0
-        if not exact:
-            worst = group.size * most
-            if routes.do_expand:
-                step = settings["expert_alignment"]
-                worst = worst_rows(group.size, most, ids.shape[1], group.local_experts, step)
-            worst = max(worst, 1)
-        weights, layout = routes.topk_weights, _layout(routes, settings, worst)
+        worst = 0 if exact else _worst(group, routes, settings, group.local_experts)
         dtype, scales, carried = given
-        received = group._dispatch_checked(
-            sent, None, ids, weights, carried, layout, turn.stream, settings["num_sms"]
-        )
+
+        def dispatched(max_recv_rows: int) -> Any:
+            layout = _layout(routes, settings, max_recv_rows)
+            how = (layout, turn.stream, settings["num_sms"])
+            return group._dispatch_checked(sent, None, ids, routes.topk_weights, carried, *how)
+
+        try:
+            received = dispatched(worst)
+        except ferry.ExhaustedError as error:
+            # A token that names an expert twice has a row for each slot. All ranks come here alike.
+            distinct = ids.shape[1] <= group.experts // group.size
+            if error.peer is None or exact or not routes.do_expand or distinct:
+                raise
+            received = dispatched(_worst(group, routes, settings, ids.shape[1]))
         on_gpu, plan = sent.is_cuda, received.plan
         assert plan is not None
         captured = on_gpu and torch.cuda.is_current_stream_capturing()
@@ -491,6 +501,18 @@ def _rounded(sums: Tensor, both: tuple[Tensor | None, Tensor | None], dtype: tor
         if one is not None:
             sums = sums + one.float()
     return sums.to(dtype)
+
+
+def _worst(group: ferry.Group, routes: Routes, settings: dict[str, Any], experts: int) -> int:
+    """The rows of a result that does not wait for the counts, where a token has slots of at most so
+    many experts of this rank."""
+    most = settings["num_max_tokens_per_rank"]
+    rows: int = group.size * most
+    if routes.do_expand:
+        assert routes.topk_idx is not None
+        slots = min(routes.topk_idx.shape[1], experts)
+        rows = worst_rows(rows * slots, group.local_experts, settings["expert_alignment"])
+    return max(rows, 1)
 
 
 def _layout(routes: Routes, settings: dict[str, Any], max_recv_rows: int) -> tuple[Any, ...]:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_ep.errors import refuse, require, require_integer
+from deep_ep.arguments import check_dtype, check_memory, is_strided, words
+from deep_ep.errors import refuse, require, require_flags, require_integer
 from deep_ep.gradients import without_gradients
 from deep_ep.groups import Groups
 from deep_ep.sizes import SIZE_STEP, TMA_STEP, round_up
+from ferry.arguments import shown
 
 
 class Gathering:
@@ -32,8 +34,10 @@ class Gathering:
     def get_agrs_num_max_session_bytes(group: Any, shapes: Any, dtype: torch.dtype) -> int:
         """Of the results of a session in which tensors of these shapes, or of this one, are
         gathered."""
+        call = "get_agrs_num_max_session_bytes"
+        check_dtype(call, dtype)
         ranks = group.Get_size() if hasattr(group, "Get_size") else group.size()
-        each = (math.prod(shape) * dtype.itemsize for shape in _shapes(shapes)[0])
+        each = (math.prod(shape) * dtype.itemsize for shape in _shapes(call, shapes)[0])
         return sum(round_up(ranks * one, TMA_STEP) for one in each)
 
     @staticmethod
@@ -75,6 +79,7 @@ class Gathering:
     @contextmanager
     def agrs_new_session(self, enabled: bool = True) -> Iterator[None]:
         """Both, around a `with` block; not enabled: neither."""
+        require_flags("agrs_new_session", enabled=enabled)
         if not enabled:
             yield
             return
@@ -90,7 +95,8 @@ class Gathering:
         """This rank's part of a result, for a shape, or of several, to be filled and gathered
         without a copy."""
         call = "agrs_get_inplace_tensor"
-        given, several = _shapes(shapes)
+        check_dtype(call, dtype)
+        given, several = _shapes(call, shapes)
         made = tuple(
             self._session(call).room(call, self.num_ranks, shape, dtype)[self.rank_idx]
             for shape in given
@@ -103,7 +109,10 @@ class Gathering:
         call = "all_gather"
         session = self._session(call)
         require(session.open, call, "session", "none", "an open one")
-        several = [t] if isinstance(t, Tensor) else list(t)
+        several = list(t) if isinstance(t, (list, tuple)) else [t]
+        for one in several:
+            require(is_strided(one), call, "t", words(one), "a strided tensor, or a list of them")
+            check_memory(call, t=one)
         session.calls += 1
         most = session.most_calls
         require(session.calls <= most, call, "session", f"{session.calls} calls", f"{most} at most")
@@ -162,7 +171,13 @@ class _Session:
         return whole
 
 
-def _shapes(shapes: Any) -> tuple[list[Sequence[int]], bool]:
+def _shapes(call: str, shapes: Any) -> tuple[list[tuple[int, ...]], bool]:
     """Shapes, and whether it was more than one."""
-    several = len(shapes) > 0 and isinstance(shapes[0], (tuple, list))
-    return (list(shapes), True) if several else ([shapes], False)
+    good = isinstance(shapes, (tuple, list))
+    several = good and len(shapes) > 0 and isinstance(shapes[0], (tuple, list))
+    found = list(shapes) if several else [shapes]
+    least = "a shape, numbers of 0 or more, or several"
+    for one in found:
+        require(isinstance(one, (tuple, list)), call, "shapes", shown(shapes), least)
+    made = [tuple(require_integer(call, "shapes", n, 0, least) for n in one) for one in found]
+    return made, several

@@ -88,6 +88,7 @@ class Configurer:
 
     def get_default_config(self, fuse_permute_dispatch: bool = False) -> HybridEpConfigInstance:
         """Of a call that says nothing."""
+        require_flags("get_default_config", fuse_permute_dispatch=fuse_permute_dispatch)
         whole = self.buffer_config
         shared = (one.name for one in fields(BufferConfig) if one.name in _NAMES)
         made = HybridEpConfigInstance(**{name: getattr(whole, name) for name in shared})
@@ -99,6 +100,7 @@ class Configurer:
         self, config: HybridEpConfigInstance, fuse_permute_dispatch: bool = False
     ) -> None:
         """Leaves it as it is: Ferry has no stages to fit into shared memory."""
+        require_flags("adjust_template", fuse_permute_dispatch=fuse_permute_dispatch)
 
     def updated(self, call: str, given: dict[str, Any], further: dict[str, Any]) -> Any:
         """A call's settings: those of `update_template_config`, None where it says nothing, and

@@ -67,6 +67,14 @@ class HybridEPBuffer(HybridExchange):
             if given is not None:
                 text = f"{call}: {name} is deprecated: the ranks that share memory are found"
                 warnings.warn(text, DeprecationWarning, stacklevel=2)
+        require_flags(
+            call,
+            use_fp8=use_fp8,
+            load_cached_kernels=load_cached_kernels,
+            use_shared_buffer=use_shared_buffer,
+            enable_custom_allgather=enable_custom_allgather,
+            use_mnnvl=use_mnnvl,
+        )
         for name, value, least in (
             ("hidden_dim", hidden_dim, 1),
             ("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0),
@@ -108,6 +116,7 @@ class HybridEPBuffer(HybridExchange):
         **kwargs: Any,
     ) -> HybridEpConfigInstance:
         """The settings of a call; None: the buffer's. kwargs: fields of the settings by name."""
+        require_flags("update_template_config", fuse_permute_dispatch=fuse_permute_dispatch)
         given = {
             "hidden_dim": hidden_dim,
             "tokens": num_of_tokens_per_rank,
@@ -227,7 +236,13 @@ class HybridEPBuffer(HybridExchange):
         ):
             if value is not None:
                 warnings.warn(f"{name}: {old} is deprecated", DeprecationWarning, stacklevel=3)
-        require_flags(name, use_host_meta=use_host_meta, non_blocking=non_blocking, use_fp8=use_fp8)
+        require_flags(
+            name,
+            use_host_meta=use_host_meta,
+            non_blocking=non_blocking,
+            use_fp8=use_fp8,
+            fuse_permute_dispatch=fuse_permute_dispatch,
+        )
         if use_host_meta is not None:
             non_blocking = not use_host_meta
         step = _step(name, pad_multiple)
@@ -257,6 +272,7 @@ class HybridEPBuffer(HybridExchange):
         rounded, then the ranks; and brings back probs [M]: f32 [T, E] or None. pad_multiple: None,
         or that of the dispatch."""
         name = "combine_with_unpermute"
+        require_flags(name, fuse_unpermute_combine=fuse_unpermute_combine)
         if num_dispatched_tokens is not None:
             text = f"{name}: num_dispatched_tokens is deprecated"
             warnings.warn(text, DeprecationWarning, stacklevel=3)

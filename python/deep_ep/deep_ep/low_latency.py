@@ -39,7 +39,9 @@ from deep_ep.survivors import Members, moved
 Handle = tuple[Tensor, Tensor, int, int, int]
 Hook = Callable[[], None]
 _FLAGS = {bool, type(None)}
-_WIRE_FLAGS = ("use_fp8", "round_scale", "use_ue8m0", "use_nvfp4", "use_ue8m0_for_sf")
+_OF_DISPATCH = ("use_fp8", "round_scale", "use_ue8m0", "use_nvfp4", "use_ue8m0_for_sf")
+_OF_COMBINE = ("use_logfmt", "zero_copy", "overlap")
+_ENDS = ("async_finish", "return_recv_hook")
 
 
 class LowLatency(Masks):
@@ -130,11 +132,12 @@ class LowLatency(Masks):
         num_experts); the event; the hook or None.
         """
         call = "low_latency_dispatch"
+        given = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_ue8m0_for_sf)
+        given += (async_finish, return_recv_hook)
+        if not _FLAGS.issuperset(map(type, given)):
+            require_flags(call, **dict(zip(_OF_DISPATCH + _ENDS, given)))
         check_mode(call, self.low_latency_mode, async_finish, return_recv_hook)
         check_tokens(call, x, topk_idx)
-        given = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_ue8m0_for_sf)
-        if not _FLAGS.issuperset(map(type, given)):
-            require_flags(call, **dict(zip(_WIRE_FLAGS, given)))
         if use_nvfp4:
             of_fp8 = round_scale or use_ue8m0
             wire = nvfp4_of(call, use_fp8, of_fp8, use_ue8m0_for_sf, x_global_scale)
@@ -158,7 +161,7 @@ class LowLatency(Masks):
             refuse(call, "x", f"{tokens} tokens", most)
         if rounds is None:
             rounds = self._rounds_for(call, Shape(*key))
-        options: dict[str, Any] = {"hook": return_recv_hook}
+        options: dict[str, Any] = {"hook": bool(return_recv_hook)}
         stats = cumulative_local_expert_recv_stats
         if stats is not None:
             name = "cumulative_local_expert_recv_stats"
@@ -241,6 +244,9 @@ class LowLatency(Masks):
         dispatches; Ferry, which has forgotten its routes by then, sends them once more.
         """
         call = "low_latency_combine"
+        flags = (use_logfmt, zero_copy, overlap, async_finish, return_recv_hook)
+        if not _FLAGS.issuperset(map(type, flags)):
+            require_flags(call, **dict(zip(_OF_COMBINE + _ENDS, flags)))
         check_mode(call, self.low_latency_mode, async_finish, return_recv_hook)
         if use_logfmt and zero_copy:
             one = "one of the two: rows of zero_copy cross as they are"
@@ -251,7 +257,7 @@ class LowLatency(Masks):
         served = made is not None and made.received is not None
         if zero_copy or not served or not same_routes(*given):
             check_combine(call, shape, *given)
-        options: dict[str, Any] = {"hook": return_recv_hook, "out": out}
+        options: dict[str, Any] = {"hook": bool(return_recv_hook), "out": out}
         if self.enable_shrink:
             options["path"] = "per_rank"  # the one that ranks may be missing from
         if use_logfmt:

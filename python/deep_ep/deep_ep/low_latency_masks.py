@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import ferry
-from deep_ep.errors import refuse, require, require_integer
+from deep_ep.errors import refuse, require, require_flags, require_integer
 from deep_ep.low_latency_checks import check_tensor
 from deep_ep.rounds import Rounds
 from deep_ep.survivors import Survivors
@@ -74,6 +74,7 @@ class Masks:
         it; else some next call says that a rank was evicted."""
         call = "low_latency_update_mask_buffer"
         self._require_shrink(call)
+        require_flags(call, mask=mask)
         expected = f"0 to {self.group_size - 1}, another rank than this one"
         rank = require_integer(call, "rank_to_mask", rank_to_mask, 0, expected)
         other = rank < self.group_size and rank != self.rank

@@ -8,7 +8,7 @@ import torch
 
 import ferry
 from deep_ep.config import RANKS_OF_A_HOST, domains_of
-from deep_ep.errors import refuse_destroyed, require, require_integer
+from deep_ep.errors import refuse_destroyed, require, require_flags, require_integer
 
 
 class Runtime:
@@ -40,6 +40,7 @@ class Runtime:
 
     def get_logical_domain_size(self, allow_hybrid_mode: bool = True) -> tuple[int, int]:
         """The same where tokens cross between them once; else all ranks are one."""
+        require_flags("get_logical_domain_size", allow_hybrid_mode=allow_hybrid_mode)
         if not allow_hybrid_mode or self._num_ranks % self._domains != 0:
             return 1, self._num_ranks
         return self.get_physical_domain_size()
@@ -70,6 +71,8 @@ class Runtime:
     def get_comm_stream(self) -> Any:
         """The torch.cuda.Stream of asynchronous exchanges, made when first asked for."""
         if self._comm_stream is None:
+            there = torch.cuda.is_available()
+            require(there, "get_comm_stream", "this machine", "no GPU that torch sees", "one")
             self._comm_stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         return self._comm_stream
 
@@ -77,19 +80,21 @@ class Runtime:
         self, dtype: torch.dtype, offset: int = 0, use_rdma_buffer: bool = False, /
     ) -> torch.Tensor:
         """A flat view of a buffer from `offset` bytes on. The memory comes at the first call."""
-        call, size = "get_local_buffer_tensor", self._bytes[use_rdma_buffer]
+        call = "get_local_buffer_tensor"
+        require_flags(call, use_rdma_buffer=use_rdma_buffer)
+        size = self._bytes[bool(use_rdma_buffer)]
         if not self._available:
             refuse_destroyed()
         require(isinstance(dtype, torch.dtype), call, "dtype", dtype, "a torch.dtype")
         offset = require_integer(call, "offset", offset, 0, f"0 to {size} bytes")
         require(offset <= size, call, "offset", offset, f"0 to {size} bytes")
         require(offset % dtype.itemsize == 0, call, "offset", offset, f"elements of {dtype}")
-        buffer = self._buffers.get(use_rdma_buffer)
+        buffer = self._buffers.get(bool(use_rdma_buffer))
         if buffer is None:
             on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             device = "cuda" if on_gpu else "cpu"
             buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-            self._buffers[use_rdma_buffer] = buffer
+            self._buffers[bool(use_rdma_buffer)] = buffer
         whole = (size - offset) // dtype.itemsize * dtype.itemsize
         return buffer[offset : offset + whole].view(dtype)
 

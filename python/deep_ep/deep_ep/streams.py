@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import ferry
-from deep_ep.errors import refuse, refuse_destroyed, require
+from deep_ep.errors import refuse, refuse_destroyed, require, require_flags
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.runtime import Runtime
 from ferry.arguments import shown
@@ -41,6 +41,9 @@ class Turn:
     ) -> None:
         if runtime is None:
             refuse_destroyed()
+        if type(async_finish) is not bool or type(allocate_on_comm_stream) is not bool:
+            flags = {"allocate_on_comm_stream": allocate_on_comm_stream}
+            require_flags(call, async_finish=async_finish, **flags)
         previous = event_of(call, previous_event)
         if allocate_on_comm_stream:
             require(

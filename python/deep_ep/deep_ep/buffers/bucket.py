@@ -15,7 +15,7 @@ import ferry
 from deep_ep.arguments import check_memory, is_strided, words
 from deep_ep.buffers.allocator import BufferAllocator, planned_bytes
 from deep_ep.buffers.base import BufferBase, bootstrap_of
-from deep_ep.errors import refuse, require, require_positive
+from deep_ep.errors import refuse, require, require_flags, require_seconds
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.gradients import without_gradients
 from deep_ep.groups import Groups
@@ -53,7 +53,7 @@ class BucketBuffer(BufferBase):
         name, call = "allocation_plan_or_num_bytes", "BucketBuffer"
         plan, self.num_bytes = planned_bytes(call, name, allocation_plan_or_num_bytes)
         require(self.num_bytes > 0, call, name, self.num_bytes, "at least 1 byte")
-        require_positive(call, "num_gpu_timeout_secs", num_gpu_timeout_secs, "more than 0")
+        require_seconds(call, "num_gpu_timeout_secs", num_gpu_timeout_secs)
         self.groups = list(group) if isinstance(group, (list, tuple)) else [group]
         require(len(self.groups) > 0, call, "group", "no group", "at least one")
         self._meet(self.groups[0], deadline=num_gpu_timeout_secs, sl_idx=sl_idx)
@@ -109,6 +109,8 @@ class BucketBuffer(BufferBase):
         """Collective. On GPUs the CPU waits for the current stream, or for all of the GPU with
         with_cpu_sync, and then for the other ranks. The calls run on the current stream, which
         leaves nothing for wait_comm_stream; ranks of several hosts meet in one step."""
+        require_flags("barrier", wait_comm_stream=wait_comm_stream, sequential=sequential)
+        require_flags("barrier", with_cpu_sync=with_cpu_sync)
         ranks = self._ranks(group)
         if self.storage.is_cuda:
             waits: Any = torch.cuda if with_cpu_sync else torch.cuda.current_stream()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deep_ep.engram import EngramCalls
 from deep_ep.ep_handle import EPHandle
-from deep_ep.errors import require_integer
+from deep_ep.errors import require_flags, require_integer
 from deep_ep.event import EventOverlap
 from deep_ep.experts import Experts, Routes, when_of
 from deep_ep.gathering import Gathering
@@ -96,6 +96,8 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering, EngramCalls):
         """Collective. On GPUs the CPU waits for the current stream, with use_comm_stream for the
         communication stream, too, with with_cpu_sync for all of the GPU, and then for the other
         ranks. Ranks of several hosts meet in one step, whatever `sequential` says."""
+        require_flags("barrier", use_comm_stream=use_comm_stream, sequential=sequential)
+        require_flags("barrier", with_cpu_sync=with_cpu_sync)
         self._barrier(use_comm_stream, with_cpu_sync)
 
     def dispatch(

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from deep_ep.agreement import require_same
-from deep_ep.arguments import words
+from deep_ep.arguments import check_dtype, words
 from deep_ep.buffers.base import Communicating
-from deep_ep.engram import Entries, Tables, check_dtype, layer_numbers
+from deep_ep.engram import Entries, Tables, layer_numbers
 from deep_ep.errors import (
     refuse,
     require,
+    require_flags,
     require_integer,
     require_only_context,
-    require_positive,
+    require_seconds,
 )
 from deep_ep.gradients import without_gradients
 from deep_ep.sizes import SIZE_STEP, round_up
@@ -63,10 +64,16 @@ class EngramBuffer(Communicating):
             ("qp_depth", qp_depth, 1),
         ):
             require_integer(call, name, value, least, f"{least} or more")
+        require_flags(
+            call,
+            use_cpu_rdma_storage=use_cpu_rdma_storage,
+            restrict_rd_atomic=restrict_rd_atomic,
+            allow_hybrid_mode=allow_hybrid_mode,
+        )
         expected = "True: no rank reads the GPU memory of another one by itself"
         require(bool(use_cpu_rdma_storage), call, "use_cpu_rdma_storage", False, expected)
         seconds = num_gpu_timeout_secs
-        require_positive(call, "num_gpu_timeout_secs", seconds, "more than 0")
+        require_seconds(call, "num_gpu_timeout_secs", seconds)
         self.num_gpu_bytes, self.num_rdma_storage_bytes = num_gpu_bytes, num_rdma_storage_bytes
         self.use_cpu_rdma_storage, self.allow_hybrid_mode = True, allow_hybrid_mode
         self.num_allocated_qps, self.qp_depth = num_allocated_qps, qp_depth
@@ -175,6 +182,7 @@ class EngramBuffer(Communicating):
         of these and of [T, n * packs].
         """
         tables, call = self._configured("fetch"), "fetch"
+        require_flags(call, use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf)
         expected = "write before it, without an error"
         require(tables.written, call, "indices", "tables that are not written", expected)
         qps = require_integer(call, "num_qps", num_qps, 0, f"0 to {self.num_allocated_qps}")
@@ -201,6 +209,8 @@ class EngramBuffer(Communicating):
         context_idx: int | None = None,
     ) -> None:
         """Collective, as of an `EPBuffer`."""
+        require_flags("barrier", wait_comm_stream=wait_comm_stream, sequential=sequential)
+        require_flags("barrier", with_cpu_sync=with_cpu_sync)
         require_only_context("barrier", context_idx)
         self._barrier(wait_comm_stream, with_cpu_sync)
 

@@ -97,6 +97,8 @@ class EPBuffer(Experts, Balancing):
         context_idx: int | None = None,
     ) -> None:
         """Collective, as of an `ElasticBuffer`. context_idx: None or 0, the only group."""
+        require_flags("barrier", wait_comm_stream=wait_comm_stream, sequential=sequential)
+        require_flags("barrier", with_cpu_sync=with_cpu_sync)
         require_only_context("barrier", context_idx)
         self._barrier(wait_comm_stream, with_cpu_sync)
 

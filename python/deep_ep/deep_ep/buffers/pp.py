@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from deep_ep.buffers.base import BufferBase
-from deep_ep.errors import require_positive
+from deep_ep.errors import require_seconds
 from deep_ep.gradients import without_gradients
 from deep_ep.pipeline import Pipeline
 
@@ -34,7 +34,7 @@ class PPBuffer(BufferBase):
     ) -> None:
         super().__init__(explicitly_destroy)
         seconds = num_gpu_timeout_secs
-        require_positive("PPBuffer", "num_gpu_timeout_secs", seconds, "more than 0")
+        require_seconds("PPBuffer", "num_gpu_timeout_secs", seconds)
         self._meet(group, deadline=seconds, sl_idx=sl_idx)
         self._pipeline = Pipeline(self._groups, num_max_tensor_bytes, num_max_inflight_tensors)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deep_ep.errors import require, require_integer, require_only_context
 from deep_ep.utils.envs import domain_sizes
 
 __all__ = ["barrier", "get_comm_stream", "get_logical_domain_size", "get_physical_domain_size"]
@@ -16,11 +17,18 @@ def barrier(
     sequential: bool = True,
     context_idx: int | None = None,
 ) -> None:
-    """Collective: `buffer.barrier`. context_idx: of a BucketBuffer, which of its groups."""
+    """Collective: `buffer.barrier`. context_idx: of a BucketBuffer, which of its groups; of others
+    None or 0."""
     groups = getattr(buffer, "groups", None)
     if groups is None:
+        require_only_context("barrier", context_idx)
         buffer.barrier(wait_comm_stream, with_cpu_sync, sequential)
         return
+    if context_idx is not None:
+        expected = f"None or 0 to {len(groups) - 1}"
+        index = require_integer("barrier", "context_idx", context_idx, 0, expected)
+        require(index < len(groups), "barrier", "context_idx", index, expected)
+        context_idx = index
     group = None if context_idx is None else groups[context_idx]
     buffer.barrier(wait_comm_stream, with_cpu_sync, sequential, group=group)
 

@@ -31,7 +31,7 @@ def check_torch_deterministic() -> None:
     )
 
 
-def domain_sizes(group: Any, hybrid: bool) -> tuple[int, int]:
+def domain_sizes(group: Any, allow_hybrid_mode: bool) -> tuple[int, int]:
     """Of a group, collective; or of a buffer."""
     from deep_ep.buffers.base import bootstrap_of
     from deep_ep.groups import Groups
@@ -42,5 +42,5 @@ def domain_sizes(group: Any, hybrid: bool) -> tuple[int, int]:
         groups = Groups(bootstrap_of("get_physical_domain_size", group), 0)
         runtime = Runtime(groups.everyone, 0, 0)
         groups.destroy()
-    found: tuple[int, int] = runtime.get_logical_domain_size(hybrid)
+    found: tuple[int, int] = runtime.get_logical_domain_size(allow_hybrid_mode)
     return found

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import lru_cache, wraps
 from typing import Any
 
+from deep_ep.errors import require_flags
+
 
 def value_or(value: Any, default: Any) -> Any:
     """value, unless it is None."""
@@ -15,6 +17,7 @@ def value_or(value: Any, default: Any) -> Any:
 
 def weak_lru(maxsize: int | None = 128, typed: bool = False) -> Callable[..., Any]:
     """functools.lru_cache for methods, which keeps no reference to the object."""
+    require_flags("weak_lru", typed=typed)
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @lru_cache(maxsize, typed)
