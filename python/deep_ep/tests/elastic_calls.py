@@ -84,13 +84,8 @@ class Expected:
 
 
 def expected(job: Job, rank: int, expanded: bool, alignment: int) -> Expected:
-    """Kept with the job, which nobody changes behind the first call."""
-    kept = job.__dict__.setdefault("expected", {})
-    key = (rank, expanded, alignment)
-    if key not in kept:
-        kept[key] = _expected(job, rank, expanded, alignment)
-    found: Expected = kept[key]
-    return found
+    key = ("expected", rank, expanded, alignment)
+    return job.once(key, lambda: _expected(job, rank, expanded, alignment))
 
 
 def _expected(job: Job, rank: int, expanded: bool, alignment: int) -> Expected:
@@ -194,12 +189,21 @@ def made_of(want: Expected, rank: int, rows: Tensor) -> Tensor:
 def combined(
     job: Job, source: int, x: list[Tensor], step: int, expanded: bool, biases: Any, once: bool
 ) -> Tensor:
-    """[T, H]: rows of a rank in ascending slot in fp32 from +0, rounded unless `once`; the ranks
-    likewise; then the biases, and the last rounding."""
+    """[T, H], x those of the job in some dtype: rows of a rank in ascending slot in fp32 from +0,
+    rounded unless `once`; the ranks likewise; then the biases, and the last rounding."""
+    key = ("sums", source, expanded, step, x[source].dtype, once)
+    total = job.once(key, lambda: _sums(job, source, x, step, expanded, once)).clone()
+    for bias in biases:
+        total += bias.float()
+    return total.to(x[0].dtype)
+
+
+def _sums(job: Job, source: int, x: list[Tensor], step: int, expanded: bool, once: bool) -> Tensor:
     total = torch.zeros(len(x[source]), x[source].shape[1])
     for rank in range(job.ranks):
         want = expected(job, rank, expanded, step)
-        rows = made_of(want, rank, want.of(x))
+        key = ("made", rank, expanded, step, x[source].dtype)
+        rows = job.once(key, lambda rank=rank, want=want: made_of(want, rank, want.of(x)))
         here = in_rank(job, source)[:, rank].nonzero().flatten()
         mine = (want.there.source == source).nonzero().flatten()
         if not expanded:
@@ -211,9 +215,7 @@ def combined(
             some = slots >= 0
             part[some] += rows[slots[some]].float()
         total[here] += part if once else part.to(rows.dtype).float()
-    for bias in biases:
-        total += bias.float()
-    return total.to(x[0].dtype)
+    return total
 
 
 def alike(a: Any, b: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -31,8 +32,9 @@ class Case:
     scales: list[Tensor]  # f32 [T, H / 128]
 
 
+@cache
 def make(ranks: int, seed: int, local: int = 3, one_byte: bool = False) -> Case:
-    """Rows of any number of bits, none among them."""
+    """Rows of any number of bits, none among them. Ranks that are threads share them."""
     random = torch.Generator().manual_seed(seed)
     case = Case(ranks, ranks * local, [], [], [], [])
     for rank in range(ranks):
@@ -106,6 +108,13 @@ def summed(case: Case, source: int, times: bool) -> Tensor:
     return total.bfloat16()
 
 
+def domain_of(buffer: Any, case: Case) -> slice:
+    """The experts of the ranks of this rank's domain."""
+    each = buffer.num_of_hybrid_ep_ranks_per_nvlink_domain
+    columns = each * (case.experts // case.ranks)
+    return slice(buffer.node_rank * columns, (buffer.node_rank + 1) * columns)
+
+
 def routes_of(case: Case, rank: int, by_index: bool, device: str, probs: bool) -> dict[str, Any]:
     """The arguments of routes, as a map or as indices."""
     bits, weights = case.bits[rank], case.probs[rank]
@@ -138,10 +147,11 @@ def rank_major(buffer: Any, device: str) -> None:
         handle = got[3]
         assert len(handle) == 7 and int(handle[3]) == len(rows) and handle[5] == len(x)
         same(handle[4], arrived(case, rank, case.bits)[:, own].contiguous(), device, words)
+        dense = torch.zeros(len(rows), case.experts)
+        dense[:, own] = arrived(case, rank, case.probs)[:, own]
+        dense = dense[:, domain_of(buffer, case)].contiguous()
         assert (got[1] is None) == (not probs)
         if probs:
-            dense = torch.zeros(len(rows), case.experts)
-            dense[:, own] = arrived(case, rank, case.probs)[:, own]
             same(got[1], dense, device, words)
         again = buffer.dispatch(
             x,
@@ -151,7 +161,7 @@ def rank_major(buffer: Any, device: str) -> None:
             probs=case.probs[rank].to(device),
         )
         same(again[0], rows, device, words)
-        same(again[1][:, own].contiguous(), arrived(case, rank, case.probs)[:, own], device, words)
+        same(again[1], dense, device, words)
         assert again[2] is None and again[3] is handle
         same_way = buffer.dispatch(x, handle=handle, **routes)
         same(same_way[0], rows, device, words)

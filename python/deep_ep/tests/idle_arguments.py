@@ -11,10 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import deep_ep
-from deep_ep.hybrid_config import Configurer
+import deep_ep_cpp
+import deepep
+from deep_ep import hybrid_handles
+from deep_ep.hybrid_config import BufferConfig, Configurer
+from deep_ep.utils import math, semantic
 
-CHECKS = ("require", "require_integer", "require_same", "refuse")
+CHECKS = ("require", "refuse", "check_dtype")
+"""The beginnings of their names."""
 CALLABLE = ("__init__", "__call__")
+CLASSES = (Configurer, BufferConfig, deep_ep_cpp.Buffer)
+"""Beside those that `deep_ep` names."""
+MODULES = (
+    deep_ep.comm,
+    deep_ep.utils.envs,
+    math,
+    semantic,
+    deepep.config,
+    deepep.machine,
+    deepep.parallel,
+)
+FUNCTIONS = (hybrid_handles.indices_to_map, deepep.DistributedDataParallel.__new__)
 OURS = (deep_ep.EPHandle, deep_ep.HybridEpConfigInstance)
 """What calls return: callers read its fields, and whatever they set is there."""
 
@@ -26,6 +43,7 @@ COMPILED = "nothing is compiled at run time"
 
 REASONS: dict[tuple[str, str], str] = {
     ("Buffer", "num_qps_per_rank"): NO_QUEUES,
+    ("Runtime.sync", "device_ids, ipc_handles, root_unique_id"): "ranks have met already",
     ("Buffer", "allow_nvlink_for_low_latency_mode"): "ranks of one host use NVLink where there is "
     "one; False warns once",
     ("Buffer", "allow_nvlink_for_normal_mode"): "the same; False is refused",
@@ -152,23 +170,25 @@ have, and keep what is given.
 def calls() -> Iterator[tuple[str, Any]]:
     """("Class.call", function) or ("module.function", function) of what callers see."""
     classes = [one for name in deep_ep.__all__ if inspect.isclass(one := getattr(deep_ep, name))]
-    for cls in (*classes, Configurer):
+    for cls in (*classes, *CLASSES):
         for name, one in inspect.getmembers(cls, inspect.isfunction):
             generated = name == "__init__" and dataclasses.is_dataclass(cls)
             seen = name in CALLABLE or not name.startswith(("_", "require_"))
             if seen and cls not in OURS and not generated:
                 yield f"{cls.__name__}.{name}", one
-    for module in (deep_ep.comm, deep_ep.utils.envs):
+    for module in MODULES:
         for name, one in inspect.getmembers(module, inspect.isfunction):
             if not name.startswith("_") and one.__module__ == module.__name__:
                 yield f"{module.__name__.removeprefix('deep_ep.')}.{name}", one
+    for one in FUNCTIONS:
+        yield one.__qualname__, one
 
 
 def idle_arguments() -> set[tuple[str, str]]:
     """(call, argument): the call reads it nowhere, or only to refuse what is wrong, or only to keep
     it in an attribute that no line of the package reads."""
-    root = Path(str(deep_ep.__file__)).parent
-    trees = [ast.parse(file.read_text()) for file in root.rglob("*.py")]
+    roots = [Path(str(package.__file__)).parent for package in (deep_ep, deepep)]
+    trees = [ast.parse(file.read_text()) for root in roots for file in root.rglob("*.py")]
     read = {node.attr for tree in trees for node in ast.walk(tree) if _loads(node, ast.Attribute)}
     return {(name, argument) for name, one in calls() for argument in idle_of(one, read)}
 
@@ -188,7 +208,7 @@ def _at_work(node: ast.AST, read: set[str]) -> Iterator[str]:
     """Names that are loaded, but for checks and for what is kept unread."""
     for one in ast.iter_child_nodes(node):
         value = one.value if isinstance(one, ast.Expr) else None
-        if isinstance(value, ast.Call) and getattr(value.func, "id", "") in CHECKS:
+        if isinstance(value, ast.Call) and getattr(value.func, "id", "").startswith(CHECKS):
             continue
         if isinstance(one, ast.Assign) and isinstance(one.targets[0], (ast.Attribute, ast.Tuple)):
             yield from _kept(one.targets[0], one.value, read)

@@ -1,93 +1,100 @@
-"""On how many ranks tests in CPU memory give each argument of each call another value than its
-default, and make each call:
-
-    python python/deep_ep/tests/rank_audit.py [-k WORDS ...]
-
-Runs the tests whose ranks are threads and prints what no test does on 1, 2, 4 and 8 ranks, and
-which calls none makes on 16.
-"""
+"""On how many ranks the tests of this folder make each call of each face, and give each of its
+arguments another value than its default. `test_rank_audit.py` says what is missing."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import defaultdict
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
+import idle_arguments
 import pytest
 
-HERE = Path(__file__).resolve().parent
-SIZES = {1, 2, 4, 8}
-ELSEWHERE = ("test_mpi.py", "test_package.py", "test_process_ranks.py", "test_originals.py")
-"""Tests whose ranks are processes, or that have none."""
+import deep_ep
+
+ANY = 0
+"""Instead of a number of ranks: of a call that no ranks make."""
+OF_ANOTHER = (deep_ep.BufferBase,)
+"""Calls are counted as those of the classes that have them from these."""
+Seen = dict[tuple[str, str], set[int]]
 
 
 class Audit:
-    """A plugin of pytest."""
+    """Watches every call. given: by (call, argument), "" for the call itself, the numbers of ranks
+    on which it returned; refused: on which it raised."""
 
-    def __init__(self) -> None:
-        import idle_arguments
+    def __init__(self, *kinds: Any) -> None:
+        """kinds: classes; none: those of `deep_ep`."""
+        self.given: Seen = defaultdict(set)
+        self.refused: Seen = defaultdict(set)
+        self.with_ranks: dict[tuple[str, str], bool] = {}
+        self._patch = pytest.MonkeyPatch()
+        named = [getattr(deep_ep, name) for name in deep_ep.__all__]
+        for kind in kinds or named:
+            if inspect.isclass(kind) and kind not in (*OF_ANOTHER, *idle_arguments.OURS):
+                self._watch(kind)
 
-        self.seen: dict[tuple[str, str], set[int]] = defaultdict(set)
-        for name, _ in idle_arguments.calls():
-            cls, _, call = name.partition(".")
-            kind = getattr(idle_arguments.deep_ep, cls, None)
-            if inspect.isclass(kind) and hasattr(kind, "destroy"):  # the calls of buffers
-                self._watch(kind, call)
+    def end(self) -> None:
+        """Watch no longer."""
+        self._patch.undo()
 
-    def _watch(self, kind: Any, call: str) -> None:
-        found = inspect.getattr_static(kind, call)
-        if isinstance(found, staticmethod):
-            return  # of no ranks
-        signature = inspect.signature(found)
-        names = [f"{kind.__name__}.{call}", *(one for one in signature.parameters if one != "self")]
-        for argument in names[1:]:
-            self.seen[names[0], argument] = set()
-        self.seen[names[0], ""] = set()
+    def _watch(self, kind: Any) -> None:
+        buffer = "group" in inspect.signature(kind).parameters or kind is deep_ep.BucketSession
+        found = {
+            name: inspect.getattr_static(kind, name)
+            for name, one in inspect.getmembers(kind, inspect.isroutine)
+            if inspect.isfunction(one)
+            and (name in idle_arguments.CALLABLE or not name.startswith(("_", "require_")))
+        }
+        for name, one in found.items():
+            static = isinstance(one, staticmethod)
+            call = one.__func__ if static else one
+            shown = kind.__name__ if name == "__init__" else f"{kind.__name__}.{name}"
+            for argument in ("", *inspect.signature(call).parameters):
+                if argument not in ("self", "kwargs"):
+                    self.with_ranks[shown, argument] = buffer and not static
+            spy = self._spy(kind, shown, call)
+            self._patch.setattr(kind, name, staticmethod(spy) if static else spy)
 
-        @wraps(found)
-        def spy(own: Any, *args: Any, **kwargs: Any) -> Any:
+    def _spy(self, kind: Any, shown: str, call: Any) -> Any:
+        signature = inspect.signature(call)
+        defaults = {name: one.default for name, one in signature.parameters.items()}
+
+        @wraps(call)
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            seen = self.refused
             try:
-                return found(own, *args, **kwargs)
+                made = call(*args, **kwargs)
+                seen = self.given
+                return made
             finally:
-                groups = own.__dict__.get("_groups")
-                if groups is not None and type(own) is kind:
-                    size = groups.everyone.size
-                    self.seen[names[0], ""].add(size)
-                    for argument, value in signature.bind(own, *args, **kwargs).arguments.items():
-                        if (
-                            argument != "self"
-                            and value is not signature.parameters[argument].default
-                        ):
-                            self.seen[names[0], argument].add(size)
+                if "self" not in defaults or type(args[0]) is kind:
+                    bound = signature.bind(*args, **kwargs).arguments
+                    size = ranks_of(bound)
+                    seen[shown, ""].add(size)
+                    for argument, value in bound.items():
+                        if value is not defaults[argument]:
+                            seen[shown, argument].add(size)
 
-        setattr(kind, call, spy)
+        return spy
 
-    def holes(self) -> str:
-        lines = []
-        for (call, argument), sizes in sorted(self.seen.items()):
-            if missing := SIZES - sizes:
-                lines.append(f"{call} {argument}: not on {sorted(missing)} ranks")
-        lines += [
-            f"{call}: not on 16 ranks"
-            for (call, argument), sizes in sorted(self.seen.items())
-            if argument == "" and 16 not in sizes
-        ]
-        return "\n".join(lines)
+    def ranks(self, call: str, argument: str) -> set[int]:
+        """On how many ranks tests give it. A value that is refused counts where no other is
+        taken."""
+        key = call, argument
+        return self.given[key] or self.refused[key]
 
 
-def main() -> None:
-    sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tests")]
-    audit = Audit()
-    ignored = [f"--ignore={HERE / name}" for name in ELSEWHERE]
-    code = pytest.main(
-        ["-q", "-p", "no:cacheprovider", *ignored, *sys.argv[1:], str(HERE)], [audit]
-    )
-    print(audit.holes())
-    sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()
+def ranks_of(bound: dict[str, Any]) -> int:
+    """Of the buffer that makes the call, or that is made."""
+    own = bound.get("self")
+    own = getattr(own, "__dict__", {}).get("buffer", own)  # a session's
+    groups = getattr(own, "__dict__", {}).get("_groups")
+    if groups is not None:
+        return int(groups.everyone.size)
+    for name in ("group", "comm"):  # of a constructor that refuses
+        size = getattr(bound.get(name), "Get_size", None)
+        if size is not None:
+            return int(size())
+    return ANY

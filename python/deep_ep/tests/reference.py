@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 TOKENS = (13, 0, 7, 29, 1, 18, 5, 11)  # of the ranks, in turn
 
 
@@ -20,6 +24,17 @@ class Job:
     x: list[Tensor]  # bf16 [T, H]
     topk_idx: list[Tensor]  # i64 [T, K]
     topk_weights: list[Tensor]  # f32 [T, K]
+    _found: dict[Any, Any] = field(default_factory=dict)
+    _lock: Any = field(default_factory=threading.RLock)
+
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """What follows from the inputs, which nobody changes behind the first call. Ranks that are
+        threads compute it once."""
+        with self._lock:
+            if key not in self._found:
+                self._found[key] = make()
+            found: T = self._found[key]
+            return found
 
     def to(self, device: str) -> Job:
         lists = [[t.to(device) for t in ts] for ts in (self.x, self.topk_idx, self.topk_weights)]
@@ -60,8 +75,33 @@ def make_job(
     return job
 
 
+@cache
+def shared_job(*args: Any, **kwargs: Any) -> Job:
+    """`make_job`, of all ranks that are threads; nobody changes it."""
+    return make_job(*args, **kwargs)
+
+
+@cache
+def lopsided_job(ranks: int, case: str) -> Job:
+    """Of all ranks that are threads: all tokens to "one expert", "no token" or "no route"."""
+    job = make_job(ranks, seed=9)
+    for rank in range(ranks):
+        if case == "no token":
+            job.x[rank], job.topk_idx[rank] = job.x[rank][:0], job.topk_idx[rank][:0]
+            job.topk_weights[rank] = job.topk_weights[rank][:0]
+            continue
+        job.topk_idx[rank][:] = -1
+        if case == "one expert":
+            job.topk_idx[rank][:, 1] = job.experts - 1
+    return job
+
+
 def in_rank(job: Job, source: int) -> Tensor:
     """bool [T, R]."""
+    return job.once(("in rank", source), lambda: _in_rank(job, source))
+
+
+def _in_rank(job: Job, source: int) -> Tensor:
     idx = job.topk_idx[source]
     columns = []
     for rank in range(job.ranks):
@@ -90,6 +130,10 @@ class Arrived:
 
 
 def arrived(job: Job, rank: int) -> Arrived:
+    return job.once(("arrived", rank), lambda: _arrived(job, rank))
+
+
+def _arrived(job: Job, rank: int) -> Arrived:
     first, end = first_expert(job, rank), first_expert(job, rank + 1)
     sources, tokens, ids, weights = [], [], [], []
     for source in range(job.ranks):

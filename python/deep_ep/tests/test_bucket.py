@@ -47,7 +47,7 @@ def test_several_groups_share_the_storage(size: int) -> None:
         rank = comm.Get_rank()
         members = list(range(rank // half * half, (rank // half + 1) * half))
         pair = Part(comm, members)
-        buffer = deep_ep.BucketBuffer([comm, pair], 1 << 12, 3, num_gpu_timeout_secs=20)
+        buffer = deep_ep.BucketBuffer([comm, pair], 1 << 14, 3, num_gpu_timeout_secs=20)
         x = buffer.storage[:64].view(torch.float32)
         x.fill_(rank + 1)
         assert buffer.all_reduce(x, group=pair).wait()[0] == sum(members) + half
@@ -63,7 +63,14 @@ def test_several_groups_share_the_storage(size: int) -> None:
         buffer.print_memory_usage()
         buffer.barrier(False, True, False, pair)
         assert [buffer.get_context_idx(one) for one in (comm, pair)] == [0, 1]
-        assert [one.get_physical_domain_size() for one in buffer.contexts] == [(1, size), (1, half)]
+        assert buffer.all_reduce(x.fill_(rank), 0.5, pair, 0).wait()[0] == sum(members) / 2
+        assert buffer.reduce_scatter(x, scale=2.0, group=pair).wait()[0] == half * sum(members)
+        mine = torch.full((3,), rank)
+        into = buffer.storage[64 : 64 + 24 * half].view(torch.int64)
+        gathered = buffer.all_gather(mine, into, pair, 0).wait()
+        assert gathered.view(half, 3)[:, 2].tolist() == members
+        domains = buffer.runtime.get_physical_domain_size()
+        assert [one.get_physical_domain_size() for one in buffer.contexts] == [domains, (1, half)]
         with pytest.raises(EPException, match="group: got None; expected one of the groups"):
             buffer.all_reduce(x)
         with pytest.raises(EPException, match="one of another buffer"):
@@ -71,7 +78,7 @@ def test_several_groups_share_the_storage(size: int) -> None:
         with buffer.session():
             buffer.all_reduce(x, group=pair)
             session = buffer._session
-            assert session is not None and session.allocate((2,), group=pair).shape == (2,)
+            assert session is not None and session.allocate((2,), torch.int64, pair).shape == (2,)
             with pytest.raises(EPException, match="group: got group 0; expected 1"):
                 buffer.all_reduce(x, group=comm)
         buffer.barrier(group=comm)

@@ -15,11 +15,12 @@ import deep_ep
 from deep_ep.errors import EPException
 
 SIZES = (1, 2, 4, 8)
+ON_CPU = [*bodies.EVERYWHERE, *bodies.IN_CPU_MEMORY]
 ELASTIC: dict[str, Any] = {"kind": deep_ep.ElasticBuffer}
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("body", bodies.EVERYWHERE, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", ON_CPU, ids=lambda body: body.__name__)
 def test_on_cpu(body: Any, size: int) -> None:
     run_buffers(size, lambda buffer: body(buffer, "cpu"), **ELASTIC)
 
@@ -29,7 +30,7 @@ def test_every_argument_of_the_constructor(size: int) -> None:
     """By name and by place; the modes that change results."""
     some = {
         "num_bytes": 4 << 20,
-        "num_cpu_bytes": 0,
+        "num_cpu_bytes": 4096,
         "num_max_tokens_per_rank": MOST,
         "hidden": 64,
         "num_topk": 3,
@@ -55,7 +56,7 @@ def test_every_argument_of_the_constructor(size: int) -> None:
                     assert getattr(buffer, name) == value, name
             assert buffer.group is comm
             long = (bodies.every_combine, bodies.several_in_flight) if size < 4 else ()
-            for one in (bodies.sizes, *long):
+            for one in (bodies.sizes, bodies.every_argument_at_once, *long):
                 one(buffer, "cpu")
             comm.allgather(None)
             buffer.destroy()

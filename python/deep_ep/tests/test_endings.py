@@ -152,6 +152,28 @@ def test_the_others_go_on_when_a_rank_leaves(kind: str) -> None:
     run_ranks(3, rank)
 
 
+@pytest.mark.parametrize("kind", ["Buffer", "ElasticBuffer", "EPBuffer"])
+def test_all_are_left(kind: str) -> None:
+    """Of sixteen ranks, with a group of their experts."""
+    x, ids = torch.ones(2, 16).bfloat16(), torch.tensor([[0], [15]])
+
+    def rank(comm: ThreadComm) -> None:
+        buffer = getattr(deep_ep, kind)(comm)
+        if kind == "Buffer":
+            per_rank, _, per_expert, there, _ = buffer.get_dispatch_layout(ids, 16)
+            layout = (per_rank, None, there, per_expert, ids)
+        for _ in range(2):
+            if kind == "Buffer":
+                rows = buffer.dispatch(x, None, *layout)[0]
+            else:
+                rows = buffer.dispatch(x, ids, num_experts=16, num_max_tokens_per_rank=2)[0]
+            assert len(rows) == (16 if comm.Get_rank() in (0, 15) else 0)
+            assert buffer.regroup() == list(range(16))
+        comm.allgather(None)
+
+    run_ranks(16, rank)
+
+
 def test_the_interpreter_ends() -> None:
     """With a hook that nobody called and results that were not combined: of a rank that did not
     destroy its Buffer, which it is told, and then of one that did."""

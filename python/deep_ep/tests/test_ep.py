@@ -17,12 +17,13 @@ import ferry
 from deep_ep.errors import EPException
 
 SIZES = (1, 2, 4, 8)
+ON_CPU = [*bodies.EVERYWHERE, *bodies.IN_CPU_MEMORY]
 EP: dict[str, Any] = {"kind": deep_ep.EPBuffer}
 MIB = 1 << 20
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("body", bodies.EVERYWHERE, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", ON_CPU, ids=lambda body: body.__name__)
 def test_as_an_elastic_buffer(body: Any, size: int) -> None:
     run_buffers(size, lambda buffer: body(buffer, "cpu"), **EP)
 
@@ -63,6 +64,7 @@ def test_every_argument_of_the_constructor(size: int) -> None:
                     assert getattr(buffer, name) == value, name
             assert buffer.num_lb_bytes == 2 * MIB and isinstance(buffer, deep_ep.BufferBase)
             bodies.sizes(buffer, "cpu")
+            bodies.every_argument_at_once(buffer, "cpu")
             bodies.deferred_combines(buffer, "cpu")
             comm.allgather(None)
             buffer.destroy()

@@ -10,13 +10,19 @@ from typing import Any
 import elastic_bodies
 import hybrid_bodies
 import low_latency_calls
+import mask_bodies
 import pytest
 import replay_deepep_v25
 import replay_megatron_hybrid
 import replay_sglang_v2
 import replay_torchtitan_v2
 import replay_vllm_v2
+import test_bucket
+import test_elastic
+import test_ep
 import test_gathering
+import test_hybrid
+import test_low_latency
 import test_pipeline
 import torch
 from elastic_calls import MOST, dispatched
@@ -79,6 +85,8 @@ def test_replays(replay: Any) -> None:
         ("EPBuffer", elastic_bodies.counted),
         ("EPBuffer", elastic_bodies.copies_of_experts),
         ("HybridEPBuffer", hybrid_bodies.layers_in_flight),
+        ("HybridEPBuffer", hybrid_bodies.rank_major),
+        ("HybridEPBuffer", hybrid_bodies.expert_major),
     ],
     ids=lambda one: one if isinstance(one, str) else one.__name__,
 )
@@ -97,6 +105,10 @@ def test_sixteen_ranks_of_two_hosts(kind: str, body: Any, monkeypatch: pytest.Mo
         low_latency_calls.rows_in_the_combine_buffer,
         low_latency_calls.counts_are_added_to_statistics,
         low_latency_calls.between_dispatch_and_combine,
+        low_latency_calls.every_format_and_end,
+        low_latency_calls.rows_of_nvfp4,
+        low_latency_calls.rows_come_back_in_ten_bits,
+        low_latency_calls.waits_are_added,
     ],
     ids=lambda body: body.__name__,
 )
@@ -105,11 +117,34 @@ def test_low_latency_of_two_hosts(body: Any, monkeypatch: pytest.MonkeyPatch) ->
     run_buffers(16, lambda buffer: body(buffer, "cpu"), low_latency_mode=True)
 
 
-def test_sums_of_sixteen_ranks_that_cross_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounded once, as on one host."""
+def test_masks_and_rows_made_meanwhile_of_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     in_domains(monkeypatch, 8)
-    how = {"kind": deep_ep.EPBuffer, "allow_hybrid_mode": False}
-    run_buffers(16, lambda buffer: elastic_bodies.several_in_flight(buffer, "cpu"), **how)
+    test_low_latency.test_masks_on_cpu(mask_bodies.halves_apart_and_together, 16)
+    for whole in (False, True):
+        test_low_latency.test_rows_that_are_made_meanwhile(16, whole, False)
+
+
+def test_sixteen_ranks_of_two_hosts_give_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What crosses directly is rounded once, as on one host."""
+    in_domains(monkeypatch, 8)
+    for module in (test_elastic, test_ep):
+        module.test_every_argument_of_the_constructor(16)
+    test_bucket.test_several_groups_share_the_storage(16)
+    test_hybrid.test_settings(16)
+    test_hybrid.test_deprecated_arguments_say_so(16)
+
+
+def test_tables_of_several_hosts_are_refused() -> None:
+    words = "window: got ranks in 2 domains; expected one: over a network no rank's memory is read"
+
+    def body(comm: ThreadComm) -> None:
+        with pytest.raises(ferry.UnsupportedError, match=words):
+            deep_ep.EngramBuffer(comm, 0, 1 << 20, True, 1, 1).set_config([4], 16, 2, 1)
+        with pytest.raises(ferry.UnsupportedError, match=words):
+            deep_ep.ElasticBuffer(comm, num_cpu_bytes=1 << 20).engram_write(torch.zeros(4, 16))
+        comm.allgather(None)
+
+    run_ranks(4, body)
 
 
 def test_rings_and_gathers_of_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,30 +208,7 @@ def test_sizes_and_handles_of_domains() -> None:
     run_ranks(4, body)
 
 
-@pytest.mark.parametrize(("size", "domain"), [(4, 2), (16, 8)])
-def test_probabilities_of_a_domain(size: int, domain: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many columns as experts of the ranks of this domain."""
-    in_domains(monkeypatch, domain)
-
-    def body(buffer: Any) -> None:
-        case, rank = hybrid_bodies.make(size, 11), buffer.rank
-        there = (buffer.num_of_nodes, buffer.num_of_hybrid_ep_ranks_per_nvlink_domain)
-        assert there == (2, domain)
-        assert (buffer.node_rank, buffer.local_rank) == divmod(rank, domain)
-        x, bits, probs = case.hidden[rank], case.bits[rank], case.probs[rank]
-        rows, dense, _, handle = buffer.dispatch(x, routing_map=bits, probs=probs)
-        own, local = hybrid_bodies.local_of(case, rank), 3
-        wanted = torch.zeros(len(rows), domain * local)
-        columns = slice(rank % domain * local, (rank % domain + 1) * local)
-        wanted[:, columns] = hybrid_bodies.arrived(case, rank, case.probs)[:, own]
-        assert torch.equal(dense, wanted)
-        assert torch.equal(buffer.combine(rows, dense, handle)[1], probs)
-
-    sizes = {"hidden_dim": 256, "max_num_of_tokens_per_rank": 32, "num_local_experts": 3}
-    run_buffers(size, body, kind=deep_ep.HybridEPBuffer, **sizes)
-
-
-@pytest.mark.parametrize(("size", "domain"), [(4, 2), (16, 8)])
+@pytest.mark.parametrize(("size", "domain"), [(2, 1), (4, 2), (8, 4), (16, 8)])
 def test_a_bucket_between_domains_in_bf16(
     size: int, domain: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

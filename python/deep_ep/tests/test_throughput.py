@@ -29,7 +29,7 @@ def test_on_cpu(body: Any, size: int) -> None:
         (3, (bodies.layouts, handle_bodies.handle_contents, handle_bodies.saved_handles)),
         (12, (bodies.layouts, bodies.lopsided)),
         (16, (bodies.layouts, handle_bodies.handle_contents, bodies.internode_names)),
-        (16, (handle_bodies.copies_of_another,)),
+        (16, (handle_bodies.copies_of_another, *buffer_bodies.ALL)),
     ],
 )
 def test_other_numbers_of_ranks(size: int, some: Any) -> None:

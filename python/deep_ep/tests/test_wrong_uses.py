@@ -9,7 +9,7 @@ import pytest
 import torch
 from buffer_bodies import round_trip
 from rank_buffers import ThreadComm, run_buffers, run_ranks
-from reference import arrived, make_job
+from reference import arrived, make_job, shared_job
 from throughput_bodies import every_dispatch
 from throughput_calls import dispatched
 
@@ -250,15 +250,72 @@ def test_after_destroy() -> None:
 
 def test_ranks_of_one_host_meet_over_no_network() -> None:
     comm = ThreadComm(ferry.threads(1)[0])
-    words = "Buffer: allow_nvlink_for_normal_mode: got False; expected True: ranks of one host"
-    with pytest.raises(EPException, match=words):
-        deep_ep.Buffer(None, comm=comm, allow_nvlink_for_normal_mode=False)
     round_trip(deep_ep.Buffer(None, comm=comm, allow_nvlink_for_normal_mode=True), "cpu", 1)
     errors._warned.clear()
     with pytest.warns(UserWarning, match="allow_nvlink_for_low_latency_mode: got False") as said:
         for _ in range(2):
             deep_ep.Buffer(None, comm=comm, allow_nvlink_for_low_latency_mode=False)
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_values_that_are_always_refused(size: int) -> None:
+    """Of arguments that take no other than the default, and what needs a GPU; by each rank alone,
+    before anything is sent."""
+
+    def body(comm: ThreadComm) -> None:
+        first = deep_ep.Buffer(None, comm=comm, low_latency_mode=True)
+        later = deep_ep.EPBuffer(comm, lb_allocation_plan_or_num_bytes=2 << 20)
+        elastic = deep_ep.ElasticBuffer(comm)
+        elastic.pp_set_config(64, 1)
+        job, rank = shared_job(size), comm.Get_rank()
+        x, ids = job.x[rank], job.topk_idx[rank]
+        copies = later._lb_storage.view(torch.float32)[:16].view(2, 8)
+        table = torch.full((size, 2), -1, dtype=torch.int32)
+        nvfp4 = {"use_fp8": False, "use_nvfp4": True, "x_global_scale": torch.tensor(1.0)}
+        sent = first.low_latency_dispatch(x, ids, 32, 16, use_fp8=False)
+        weights = job.topk_weights[rank]
+        signals = torch.ones(len(sent[1]), dtype=torch.int32)
+        overlap = {"overlap": True, "return_recv_hook": True, "src_signals": signals}
+        near = (rank + 1) % size
+        for argument, call in (
+            (
+                "allow_nvlink_for_normal_mode",
+                lambda: deep_ep.Buffer(None, comm=comm, allow_nvlink_for_normal_mode=False),
+            ),
+            (
+                "use_ue8m0_for_sf",
+                lambda: first.low_latency_dispatch(x, ids, 32, 16, use_ue8m0_for_sf=True, **nvfp4),
+            ),
+            (
+                "num_sms",
+                lambda: first.low_latency_combine(
+                    sent[0], ids, weights, sent[2], num_sms=3, **overlap
+                ),
+            ),
+            (
+                "do_handle_copy",
+                lambda: later.dispatch(x, ids, num_experts=16, do_handle_copy=True),
+            ),
+            ("num_sms", lambda: later.lb_prefetch_weights(copies, torch.ones(2, 8), table, 4)),
+            ("num_sms", lambda: later.lb_reduce_grads(copies, torch.ones(2, 8), table, 4)),
+            ("context_idx", lambda: later.barrier(context_idx=1)),
+            ("num_sms", lambda: elastic.pp_send(torch.ones(4), near, 3)),
+            ("num_sms", lambda: elastic.pp_recv(torch.ones(4), near, 3)),
+        ):
+            with pytest.raises(EPException, match=f"{argument}: got"):
+                call()
+        tables = deep_ep.EngramBuffer(comm, 0, 0, True, 1, 1)
+        for buffer in (first, later, elastic, tables):
+            if torch.cuda.is_available():
+                assert isinstance(buffer.get_comm_stream(), torch.cuda.Stream)
+                continue
+            with pytest.raises(EPException, match="get_comm_stream: this machine: got no GPU"):
+                buffer.get_comm_stream()
+        first.low_latency_combine(sent[0], ids, weights, sent[2])
+        comm.allgather(None)
+
+    run_ranks(size, body)
 
 
 def test_destroy_wants_to_be_announced(capfd: pytest.CaptureFixture[str]) -> None:

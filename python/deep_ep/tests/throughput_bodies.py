@@ -14,8 +14,10 @@ from reference import (
     expert,
     first_expert,
     in_rank,
+    lopsided_job,
     make_job,
     rows_between,
+    shared_job,
 )
 from throughput_calls import (
     ENDS,
@@ -60,7 +62,7 @@ def layouts(buffer: Any, device: str) -> None:
 def other_dtypes(buffer: Any, device: str) -> None:
     """Dtypes that cannot be added cross as they are, with scales beside them or without."""
     rank = buffer.rank
-    job = make_job(buffer.group_size, seed=3)
+    job = shared_job(buffer.group_size, seed=3)
     numbers = [(x.float() * 9).clamp(-100, 100) for x in job.x]
     scales = [x.float()[:, :4].abs() + 1 for x in job.x]
     for dtype in (torch.int8, torch.bool, torch.int16, torch.float64, torch.float8_e4m3fnuz):
@@ -78,7 +80,7 @@ def other_dtypes(buffer: Any, device: str) -> None:
 
 def every_dispatch(buffer: Any, device: str) -> None:
     """All combinations of what is sent, with which routes, exact or worst case, and how it ends."""
-    jobs, rank = [make_job(buffer.group_size, experts) for experts in (16, 19)], buffer.rank
+    jobs, rank = [shared_job(buffer.group_size, experts) for experts in (16, 19)], buffer.rank
     combinations = product(device, KINDS, ROUTES, (False, True))
     for number, (kind, routes, worst, way) in enumerate(combinations):
         if worst and routes == "none":
@@ -121,7 +123,7 @@ def every_dispatch(buffer: Any, device: str) -> None:
 
 def every_combine(buffer: Any, device: str) -> None:
     """All combinations of dtype, biases, weights and ends."""
-    job, rank = make_job(buffer.group_size, seed=2), buffer.rank
+    job, rank = shared_job(buffer.group_size, seed=2), buffer.rank
     random = torch.Generator().manual_seed(3)
     sizes = [(len(x), x.shape[1]) for x in job.x]
     biases = [[torch.randn(size, generator=random) for size in sizes] for _ in range(2)]
@@ -170,7 +172,7 @@ def returned_weights(job: Job, rank: int) -> Tensor:
 
 
 def worst_case_begins_as_exact(buffer: Any, device: str) -> None:
-    job, x = make_job(buffer.group_size, seed=4), None
+    job, x = shared_job(buffer.group_size, seed=4), None
     x = job.x[buffer.rank].to(device)
     exact = dispatched(buffer, device, job, x)
     worst = dispatched(buffer, device, job, x, num_worst_tokens=300)
@@ -185,16 +187,7 @@ def lopsided(buffer: Any, device: str) -> None:
     """All tokens to one expert; nobody has a token; a rank receives nothing."""
     rank, ranks = buffer.rank, buffer.group_size
     for case in ("one expert", "no token", "no route"):
-        job = make_job(ranks, seed=9)
-        for r in range(ranks):
-            if case == "one expert":
-                job.topk_idx[r][:] = -1
-                job.topk_idx[r][:, 1] = job.experts - 1
-            elif case == "no token":
-                job.x[r], job.topk_idx[r] = job.x[r][:0], job.topk_idx[r][:0]
-                job.topk_weights[r] = job.topk_weights[r][:0]
-            else:
-                job.topk_idx[r][:] = -1
+        job = lopsided_job(ranks, case)
         got = dispatched(buffer, device, job, job.x[rank].to(device))
         check_rows(got[0], job.x, job, rank, device, case)
         assert got[3] == arrived(job, rank).per_expert, case
@@ -222,7 +215,7 @@ def changing_experts(buffer: Any, device: str) -> None:
     rank = buffer.rank
     alive = []
     for experts, topk in ((16, 3), (8, 1), (1200, 40), (16, 3)):
-        job = make_job(buffer.group_size, experts, topk=topk, seed=experts)
+        job = shared_job(buffer.group_size, experts, topk=topk, seed=experts)
         assert first_expert(job, buffer.group_size) == experts
         alive.append((job, dispatched(buffer, device, job, job.x[rank].to(device))))
     for job, got in alive:
@@ -234,7 +227,7 @@ def changing_experts(buffer: Any, device: str) -> None:
 
 def internode_names(buffer: Any, device: str) -> None:
     """Every argument by its name, and in its place."""
-    job, rank = make_job(buffer.group_size), buffer.rank
+    job, rank = shared_job(buffer.group_size), buffer.rank
     x, idx = job.x[rank].to(device), job.topk_idx[rank].to(device)
     weights = job.topk_weights[rank].to(device)
     config = deep_ep.Config(8)
@@ -269,14 +262,15 @@ def internode_names(buffer: Any, device: str) -> None:
     same(sums, returned_weights(job, rank), device)
     when["previous_event"] = buffer.capture()
     named = {"topk_weights": got[2], "bias": (bias, bias), "config": config}
-    y, _, event = buffer.internode_combine(x=rows, handle=got[4], **named, **when)
-    wait(event, "async")
-    same(y, expected, device)
+    for call in (buffer.internode_combine, buffer.combine):
+        y, _, event = call(x=rows, handle=got[4], **named, **when)
+        wait(event, "async")
+        same(y, expected, device)
 
 
 def leaves_with_calls_pending(buffer: Any, device: str) -> None:
     """Nobody has waited for what was asked for; ranks leave at once, in no order."""
-    job, rank = make_job(buffer.group_size), buffer.rank
+    job, rank = shared_job(buffer.group_size), buffer.rank
     buffer.explicitly_destroy = True
     got = dispatched(buffer, device, job, job.x[rank].to(device), way="async")
     last = buffer.combine(got[0], got[4], async_finish=True)
