@@ -320,21 +320,21 @@ class Experts(Regroups, Communicating):
         assert ids is not None
         group = self._group_for(settings["num_experts"], sent.device)
         worst = 0 if exact else _worst(group, routes, settings, group.local_experts)
+        weights, layout = routes.topk_weights, _layout(routes, settings, worst)
         dtype, scales, carried = given
-
-        def dispatched(max_recv_rows: int) -> Any:
-            layout = _layout(routes, settings, max_recv_rows)
-            how = (layout, turn.stream, settings["num_sms"])
-            return group._dispatch_checked(sent, None, ids, routes.topk_weights, carried, *how)
-
         try:
-            received = dispatched(worst)
+            received = group._dispatch_checked(
+                sent, None, ids, weights, carried, layout, turn.stream, settings["num_sms"]
+            )
         except ferry.ExhaustedError as error:
             # A token that names an expert twice has a row for each slot. All ranks come here alike.
             distinct = ids.shape[1] <= group.experts // group.size
             if error.peer is None or exact or not routes.do_expand or distinct:
                 raise
-            received = dispatched(_worst(group, routes, settings, ids.shape[1]))
+            layout = _layout(routes, settings, _worst(group, routes, settings, ids.shape[1]))
+            received = group._dispatch_checked(
+                sent, None, ids, weights, carried, layout, turn.stream, settings["num_sms"]
+            )
         on_gpu, plan = sent.is_cuda, received.plan
         assert plan is not None
         captured = on_gpu and torch.cuda.is_current_stream_capturing()

@@ -109,7 +109,7 @@ class Gathering:
         call = "all_gather"
         session = self._session(call)
         require(session.open, call, "session", "none", "an open one")
-        several = list(t) if isinstance(t, (list, tuple)) else [t]
+        several: list[Any] = list(t) if isinstance(t, (list, tuple)) else [t]
         for one in several:
             require(is_strided(one), call, "t", words(one), "a strided tensor, or a list of them")
             check_memory(call, t=one)

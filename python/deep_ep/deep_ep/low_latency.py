@@ -132,8 +132,8 @@ class LowLatency(Masks):
         num_experts); the event; the hook or None.
         """
         call = "low_latency_dispatch"
-        given = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_ue8m0_for_sf)
-        given += (async_finish, return_recv_hook)
+        wire_flags = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_ue8m0_for_sf)
+        given = (*wire_flags, async_finish, return_recv_hook)
         if not _FLAGS.issuperset(map(type, given)):
             require_flags(call, **dict(zip(_OF_DISPATCH + _ENDS, given)))
         check_mode(call, self.low_latency_mode, async_finish, return_recv_hook)
