@@ -60,6 +60,7 @@ def deferred_training(first: Any, device: str) -> None:
     """Three layers forward, each wait as late as can be, then their backward along the handles."""
     rank, where = first.rank, device_of(first, device)
     buffer = _buffer(first)
+    sms = buffer.get_theoretical_num_sms(EXPERTS, 2)
     layers = [Leaves(Case(210 + i, TOKENS, EXPERTS), rank, where) for i in range(3)]
     kept = []
     for number, layer in enumerate(layers):
@@ -69,20 +70,26 @@ def deferred_training(first: Any, device: str) -> None:
         rows, none, row_weights, handle = sent.current_stream_wait()
         assert none is None
         made, each = answers(rows, row_weights, handle, case.local(rank).start)
+        shared = layer.x.detach()
         back = buffer.combine(
             made,
             handle=handle,
-            bias=layer.x.detach(),
+            bias=(shared, shared) if number == 2 else shared,
+            num_sms=sms,
+            previous_event=event,
             async_with_compute_stream=True,
+            allocate_on_comm_stream=event is not None,
             defer_epilogue=True,
         )
         y, _ = back.wait()
-        assert torch.equal(y.cpu().double(), case.dense(rank) + case.x[rank].double())
+        biases = case.x[rank].double() * (2 if number == 2 else 1)
+        assert torch.equal(y.cpu().double(), case.dense(rank) + biases)
         kept.append((rows, row_weights, each, handle))
     for layer, (rows, weights, each, handle) in reversed(list(zip(layers, kept))):
         grad, _, _, _, event = buffer.dispatch(
             layer.grad,
             handle=handle,
+            num_sms=sms,
             async_with_compute_stream=True,
             do_expand=True,
             do_zero_padding=True,
@@ -91,13 +98,16 @@ def deferred_training(first: Any, device: str) -> None:
         event.current_stream_wait()
         grad_rows = (grad.float() * (each * weights)[:, None]).to(grad.dtype)
         grad_weights = (grad.float() * rows.float()).sum(1) * each
-        layer.x.grad, layer.probs.grad, event = buffer.combine(
+        more, layer.probs.grad, event = buffer.combine(
             grad_rows,
             handle=handle,
+            bias=layer.grad,  # of the shared experts
             topk_weights=grad_weights,
+            num_sms=sms,
             async_with_compute_stream=True,
         )
         event.wait()
+        layer.x.grad = more - layer.grad
         layer.check()
     first.group.allgather(None)
 

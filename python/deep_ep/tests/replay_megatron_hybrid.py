@@ -3,6 +3,7 @@ and combine."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -158,38 +159,60 @@ def hybrid_layers_in_flight(first: Any, device: str) -> None:
         first.group.allgather(None)
 
 
+def stages(first: Any, where: torch.device, buffers: Any, number: int) -> Iterator[None]:
+    """A layer of one micro-batch, four steps forward and four backward."""
+    rank, (fused, most, pad) = first.rank, CHOICES[number]
+    layer = Leaves(Case(200 + number, TOKENS[: first.group_size], EXPERTS), rank, where)
+    case = layer.case
+    bits, probs = routes(layer, where)
+
+    def send(x: Tensor, probs: Tensor) -> Any:
+        return Dispatch.apply(x, bits, probs, buffers, fused, most, pad)
+
+    sent = Stage(send, frees=False)
+    rows, row_probs, _, per_expert, handle = sent.forward(layer.x, probs.detach())
+    yield
+
+    def answer(rows: Tensor, probs: Tensor) -> Tensor:
+        return answers(rows, probs, per_expert, case.local(rank).start)
+
+    def gather(made: Tensor) -> Any:
+        return Combine.apply(made, handle, buffers, most, pad, fused)
+
+    experts, combined, last = Stage(answer), Stage(gather), Stage(lambda y: y * 2)
+    made = experts.forward(rows, row_probs)
+    yield
+    summed = combined.forward(made)
+    yield
+    y = last.forward(summed)
+    assert torch.equal(y.detach().cpu().double(), case.dense(rank) * 2)
+    yield
+    grads = combined.backward(*last.backward(layer.grad.clone()))
+    yield
+    grad_rows, grad_row_probs = experts.backward(*grads)
+    yield
+    grad_x, grad_probs = sent.backward(grad_rows, grad_row_probs, None, None, None)
+    yield
+    layer.x.grad = grad_x / 2
+    probs.backward(grad_probs / 2)  # type: ignore[no-untyped-call]
+    layer.check()
+    free(grad_x, grad_probs)
+    yield
+
+
 def hybrid_stages_free_what_they_read(first: Any, device: str) -> None:
-    """A layer in stages that free their inputs and gradients by `untyped_storage().resize_(0)`, as
-    with `--overlap-moe-expert-parallel-comm`."""
-    rank, where = first.rank, device_of(first, device)
-    buffers = Buffers(first.group)
-    for number, (fused, most, pad) in enumerate(CHOICES):
-        layer = Leaves(Case(200 + number, TOKENS[: first.group_size], EXPERTS), rank, where)
-        case = layer.case
-        bits, probs = routes(layer, where)
-
-        def send(x: Tensor, probs: Tensor) -> Any:
-            return Dispatch.apply(x, bits, probs, buffers, fused, most, pad)  # noqa: B023
-
-        sent = Stage(send, frees=False)
-        rows, row_probs, _, per_expert, handle = sent.forward(layer.x, probs.detach())
-
-        def answer(rows: Tensor, probs: Tensor) -> Tensor:
-            return answers(rows, probs, per_expert, case.local(rank).start)  # noqa: B023
-
-        def gather(made: Tensor) -> Any:
-            return Combine.apply(made, handle, buffers, most, pad, fused)  # noqa: B023
-
-        experts, combined, last = Stage(answer), Stage(gather), Stage(lambda y: y * 2)
-        y = last.forward(combined.forward(experts.forward(rows, row_probs)))
-        assert torch.equal(y.detach().cpu().double(), case.dense(rank) * 2)
-        grads = combined.backward(*last.backward(layer.grad.clone()))
-        grad_rows, grad_row_probs = experts.backward(*grads)
-        grad_x, grad_probs = sent.backward(grad_rows, grad_row_probs, None, None, None)
-        layer.x.grad = grad_x / 2
-        probs.backward(grad_probs / 2)  # type: ignore[no-untyped-call]
-        layer.check()
-        free(grad_x, grad_probs)
+    """Micro-batches in stages that free what they read by `untyped_storage().resize_(0)`; each goes
+    forward between the steps of the backward of the one before it, as with
+    `--overlap-moe-expert-parallel-comm`."""
+    where = device_of(first, device)
+    buffers, before = Buffers(first.group), iter(())
+    for number in range(len(CHOICES)):
+        batch = stages(first, where, buffers, number)
+        for _ in range(4):
+            next(batch)
+            next(before, None)
+        before = batch
+    assert len(list(before)) == 4
     first.group.allgather(None)
 
 
