@@ -23,11 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(60))
-    items.sort(key=lambda item: item.path == HERE / LAST)  # it asks what the others did
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Whether some tests of this folder are left out."""
+    """Whether some tests of this folder are left out; the last one asks what the others did."""
+    session.items.sort(key=lambda item: item.path == HERE / LAST)
     files = {item.path for item in session.items}
     option = session.config.option
     chosen = option.keyword or option.markexpr or option.deselect or option.ignore

@@ -19,6 +19,7 @@ import deep_ep.comm
 import deep_ep.utils.envs as envs
 import deep_ep.utils.math as maths
 import deep_ep.utils.semantic as semantic
+from deep_ep.errors import EPException
 
 
 def test_integers() -> None:
@@ -97,32 +98,38 @@ def test_defaults_and_caches() -> None:
     assert gone() is None
 
 
-def test_what_is_asked_of_a_group() -> None:
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_what_is_asked_of_a_group(size: int) -> None:
     def body(comm: ThreadComm) -> None:
         for ask in (envs.get_physical_domain_size, deep_ep.get_logical_domain_size):
-            assert ask(comm) == (1, 2)
-        assert deep_ep.get_logical_domain_size(comm, allow_hybrid_mode=False) == (1, 2)
+            assert ask(comm) == (1, size)
+        assert deep_ep.get_logical_domain_size(comm, allow_hybrid_mode=False) == (1, size)
         buffer = deep_ep.ElasticBuffer(comm)
-        assert deep_ep.get_physical_domain_size(buffer) == (1, 2)
+        assert deep_ep.get_physical_domain_size(buffer) == (1, size)
         comm.allgather(None)
 
-    run_ranks(2, body)
+    run_ranks(size, body)
 
 
-def test_functions_on_buffers() -> None:
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_functions_on_buffers(size: int) -> None:
     def body(comm: ThreadComm) -> None:
         bucket = deep_ep.BucketBuffer(comm, 64)
         elastic = deep_ep.ElasticBuffer(comm, allow_hybrid_mode=False)
-        for buffer in (bucket, elastic):
+        for buffer, contexts in ((bucket, "None or 0 to 0"), (elastic, "None or 0")):
             deep_ep.comm.barrier(buffer)
-            assert deep_ep.comm.get_physical_domain_size(buffer) == (1, 2)
-            assert deep_ep.comm.get_logical_domain_size(buffer) == (1, 2)
-        deep_ep.comm.barrier(bucket, context_idx=0)
-        assert deep_ep.comm.get_logical_domain_size(comm) == (1, 2)
-        assert callable(deep_ep.comm.get_comm_stream)
+            deep_ep.comm.barrier(buffer, False, True, False, context_idx=0)
+            assert deep_ep.comm.get_physical_domain_size(buffer) == (1, size)
+            assert deep_ep.comm.get_logical_domain_size(buffer, True) == (1, size)
+            with pytest.raises(EPException, match=f"context_idx: got 1; expected {contexts}"):
+                deep_ep.comm.barrier(buffer, context_idx=1)
+        assert deep_ep.comm.get_logical_domain_size(comm) == (1, size)
+        if not torch.cuda.is_available():
+            with pytest.raises(EPException, match="get_comm_stream: this machine: got no GPU"):
+                deep_ep.comm.get_comm_stream(elastic)
         comm.allgather(None)
 
-    run_ranks(2, body)
+    run_ranks(size, body)
 
 
 def test_deterministic_torch(monkeypatch: pytest.MonkeyPatch) -> None:
