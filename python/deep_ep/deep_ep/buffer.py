@@ -86,8 +86,8 @@ class Buffer(Regroups, Throughput, LowLatency):
         self.group_size: int = self._groups.everyone.size
         self.num_nvl_bytes = num_nvl_bytes
         self.num_rdma_bytes = num_rdma_bytes
-        self.low_latency_mode = low_latency_mode
-        self.enable_shrink = enable_shrink
+        self.low_latency_mode = bool(low_latency_mode)
+        self.enable_shrink = bool(enable_shrink)
         self.nvshmem_qp_depth = qp_depth()
         self._open_low_latency()
 

@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 import idle_arguments
+import numpy as np
 import pytest
 import torch
 from elastic_calls import dispatched
@@ -329,3 +330,32 @@ def test_flags_of_every_call() -> None:
         run_ranks(1, body)
     every = {inspect.unwrap(one): name for name, one in idle_arguments.calls() if flags_of(one)}
     assert sorted(every[one] for one in set(every) - refuse.tried) == []
+
+
+@pytest.mark.parametrize(("yes", "no"), [(1, 0), (np.True_, np.False_), (True, None)])
+def test_what_stands_for_a_flag(yes: Any, no: Any) -> None:
+    """In every face, as True and False."""
+    job = make_job(1)
+    x, ids, weights = job.x[0], job.topk_idx[0], job.topk_weights[0]
+
+    def body(comm: ThreadComm) -> None:
+        old = deep_ep.Buffer(None, comm=comm, low_latency_mode=yes, enable_shrink=no)
+        assert old.get_dispatch_layout(ids, 16, async_finish=yes)[4].event is not None
+        rows, _, handle, event, hook = old.low_latency_dispatch(
+            x, ids, 16, 16, use_fp8=no, async_finish=no, return_recv_hook=yes
+        )
+        assert event.event is None
+        assert hook is not None
+        hook()
+        y, _, hook = old.low_latency_combine(rows, ids, weights, handle, return_recv_hook=no)
+        assert hook is None and y.shape == x.shape
+        for kind in NEW:
+            buffer = kind(comm, allow_hybrid_mode=no, deterministic=yes)
+            how = {"do_expand": yes, "do_cpu_sync": no, "async_with_compute_stream": yes}
+            sizes = {"num_experts": 16, "num_max_tokens_per_rank": 32}
+            rows, _, _, handle, event = buffer.dispatch(x, ids, **sizes, **how)
+            assert event.event is not None and len(rows) == handle.num_expanded_tokens
+            assert buffer.combine(rows, handle, async_with_compute_stream=no)[2].event is None
+            buffer.barrier(no, yes, no)
+
+    run_ranks(1, body)
