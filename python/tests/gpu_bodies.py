@@ -203,7 +203,7 @@ def inputs_are_kept(group: ferry.Group) -> None:
         torch.cuda._sleep(cycles(0.3))
     got = group.dispatch(x, plan, stream=side)
     del x
-    assert torch.cuda.memory_allocated() > before or got.event.ready()
+    assert torch.cuda.memory_allocated() > before or len(ids) == 0 or got.event.ready()
     got.event.wait()
     torch.cuda.synchronize()
     group.dispatch(other, plan, stream=side)
