@@ -4,7 +4,6 @@
 #include <chrono>
 #include <exception>
 #include <iterator>
-#include <limits>
 #include <memory>
 #include <new>
 #include <optional>
@@ -58,8 +57,8 @@ HostEngine::HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config
       tuner_(config_, placement_.ranks),
       control_bytes_(control.bytes),
       body_bytes_(body_bytes),
-      carrier_(engine::Carrier::make(*memory_->fabric, domains, control.data, control_layout())) {
-  view_.ranks = channel_.ranks();
+      carrier_(engine::Carrier::make(*memory_->fabric, domains, control.data, control_layout())),
+      now_(memory_->fabric->rank(), memory_->fabric->size()) {
   arbiter_ = arbiter_of(config_, domains, *memory_->fabric);
 }
 
@@ -234,13 +233,6 @@ void HostEngine::agree(const char* stage, StepMessage& head, const std::function
   }
 }
 
-GroupView HostEngine::group_view() const {
-  std::scoped_lock lock(view_mutex_);
-  GroupView now = view_;
-  now.step = step_.load(std::memory_order_relaxed);
-  return now;
-}
-
 bool HostEngine::commit(std::uint64_t step) {
   bool one_waits = false;
   if (carrier_) channel_.lose_silent();
@@ -249,24 +241,11 @@ bool HostEngine::commit(std::uint64_t step) {
     head.call.kind = CallKind::commit;
     head.call.commit.step = step;
     head.rows = regroup_ && regroup_->one_waits() ? 1 : 0;
-    // relaxed: calls of other threads come before or after this one by the order of turns.
-    const std::uint64_t last = step_.load(std::memory_order_relaxed);
-    std::optional<Error> invalid;
-    if (step <= last) {
-      invalid = Error(ErrorKind::invalid_argument,
-                      "commit: step: got " + std::to_string(step) + ", expected more than " +
-                          std::to_string(last) + ", which is committed");
-    } else if (step == std::numeric_limits<std::uint64_t>::max()) {  // a vault numbers it plus 1
-      invalid = Error(ErrorKind::invalid_argument,
-                      "commit: step: got " + std::to_string(step) + ", expected less");
-    }
-    agree_on_validity("commit", head, invalid);
+    agree_on_validity("commit", head, now_.refusal_of(step));
     for (const int peer : channel_.ranks()) {
       one_waits = one_waits || channel_.head(peer).rows != 0;
     }
-    step_.store(step, std::memory_order_relaxed);
-    std::scoped_lock lock(view_mutex_);
-    view_.joined.clear();
+    now_.commit(step);
   });
   return one_waits;
 }
@@ -288,32 +267,15 @@ engine::Regroup& HostEngine::membership(std::uint64_t ticket) {
 }
 
 void HostEngine::go_on(const engine::Epoch& next) {
-  step_.store(next.step, std::memory_order_relaxed);
   topology_ = domains_.among(next.ranks);
   tuner_.forget();
   plans_ = 0;  // ranks may have failed before and after they counted one
-  GroupView view{next.number, next.ranks, {}, next.step, regroup_->joined(next)};
-  for (int rank = 0; rank < size(); ++rank) {  // the same on all ranks: each may pass epochs
-    if (!std::binary_search(next.ranks.begin(), next.ranks.end(), rank)) view.lost.push_back(rank);
-  }
-  std::scoped_lock lock(view_mutex_);
-  view_ = view;
-  epoch_.store(view.epoch, std::memory_order_relaxed);
-  if (logs(LogLevel::info)) {
-    log(LogLevel::info, rank(), "regroup",
-        {{"epoch", view.epoch},
-         {"ranks", spell_numbers(view.ranks)},
-         {"lost", spell_numbers(view.lost)},
-         {"joined", spell_numbers(view.joined)},
-         {"step", view.step}});
-  }
+  now_.begin(next, regroup_->joined(next));
 }
 
 void HostEngine::go_on_from(std::uint64_t step) {
-  step_.store(step, std::memory_order_relaxed);
   if (channel_.joined_at(rank()) != 0) channel_.say_joined(0);  // it has state now
-  std::scoped_lock lock(view_mutex_);
-  view_.joined.clear();
+  now_.commit(step);
 }
 
 std::shared_ptr<VaultEngine> HostEngine::make_vault(std::size_t version_bytes) {
@@ -357,20 +319,10 @@ GroupView HostEngine::regroup() {
                       "writes may still be under way; make them in another group",
                       {rank(), -1, "regroup", 0, 0, 0});
         }
-        go_on(membership().run(step_.load(std::memory_order_relaxed)));
+        go_on(membership().run(now_.step()));
       },
       nullptr, {}, Asks::existence);
   return group_view();
-}
-
-void HostEngine::check_whole(const char* call) const {
-  const GroupView now = group_view();
-  if (now.ranks.size() == static_cast<std::size_t>(size())) return;
-  throw Error(ErrorKind::unsupported,
-              std::string(call) + ": not in a group that has lost ranks (" +
-                  spell_ranks(now.ranks) + " of " + std::to_string(size()) +
-                  " are left); make a new group",
-              {rank(), -1, call, 0, 0, 0});
 }
 
 void HostEngine::check_alive(std::span<const std::int32_t> routes, std::int64_t topk) const {

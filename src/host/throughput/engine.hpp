@@ -18,6 +18,7 @@
 #include "core/exchange_plan.hpp"
 #include "core/plan_state.hpp"
 #include "engine/channel.hpp"
+#include "engine/current_view.hpp"
 #include "engine/growth.hpp"
 #include "engine/memory.hpp"
 #include "engine/regions.hpp"
@@ -99,7 +100,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   Tensor empty(const Extents& shape, Dtype dtype) override;
   bool is_registered(const void* pointer) const override;
   void barrier() override;
-  GroupView group_view() const override;
+  GroupView group_view() const override { return now_.get(); }
   GroupView regroup() override;
   bool commit(std::uint64_t step) override;
   MemoryStats memory() const override;
@@ -121,16 +122,15 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   const Domains& topology() const { return topology_; }
   CallTuner& tuner() { return tuner_; }
 
-  // relaxed: calls of other threads come before or after regroup by the order of turns.
-  std::uint64_t epoch() const override { return epoch_.load(std::memory_order_relaxed); }
+  std::uint64_t epoch() const override { return now_.epoch(); }
   /// Of a process that takes a lost rank's place, at once after creation: waits until it is in.
   void join(std::uint64_t ticket);
   /// The newest committed step that this rank knows.
-  std::uint64_t step() const { return step_.load(std::memory_order_relaxed); }
+  std::uint64_t step() const { return now_.step(); }
   /// A vault has the state of this step again, on all ranks: by the thread whose turn it is.
   void go_on_from(std::uint64_t step);
   /// Throws Error(unsupported) when ranks were lost.
-  void check_whole(const char* call) const;
+  void check_whole(const char* call) const { now_.check_whole(call); }
 
   /// A thread is inside a call, before the call has its place in the order. A second thread waits
   /// until the first has its place, so that what a call decides before (plan, buffer) is decided in
@@ -206,10 +206,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   std::shared_ptr<engine::Carrier> carrier_;  // null: all ranks share memory, or cannot regroup
   std::shared_ptr<const engine::ArbiterFile> arbiter_{};
   std::unique_ptr<engine::Regroup> regroup_{};  // of the thread whose turn it is
-  mutable std::mutex view_mutex_;
-  GroupView view_{};
-  std::atomic<std::uint64_t> epoch_{1};  // of `view_`
-  std::atomic<std::uint64_t> step_{0};   // committed; set by the thread whose turn it is
+  engine::CurrentView now_;
   mutable std::mutex latency_mutex_;
   std::vector<fabric::Segment> latency_segments_;
   std::shared_ptr<HostVault> shelves_{};
