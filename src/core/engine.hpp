@@ -112,7 +112,8 @@ inline GroupView Engine::group_view() const {
 }
 inline GroupView Engine::regroup() {
   throw Error(ErrorKind::unsupported,
-              "regroup: groups with backend host can, this one has backend cuda; make a new group");
+              "regroup: with backend cuda groups in one domain can, this one has several; make a new "
+              "group");
 }
 inline std::shared_ptr<VaultEngine> Engine::make_vault(std::size_t /*version_bytes*/) {
   throw Error(ErrorKind::unsupported,
@@ -120,7 +121,7 @@ inline std::shared_ptr<VaultEngine> Engine::make_vault(std::size_t /*version_byt
 }
 inline bool Engine::commit(std::uint64_t /*step*/) {
   throw Error(ErrorKind::unsupported,
-              "commit: groups with backend host can, this one has backend cuda; use barrier");
+              "commit: with backend cuda groups in one domain can, this one has several; use barrier");
 }
 
 /// Counts of a collective with blocks of any size, [ranks] elements each.

@@ -65,6 +65,8 @@ class Channel {
   /// The ranks of this epoch, ascending, this one included.
   const std::vector<int>& ranks() const { return ranks_; }
   bool has(int peer) const { return live_[static_cast<std::size_t>(peer)] != 0; }
+  /// [R]: the same, for flags of an engine's own.
+  const std::uint8_t* live() const { return live_.data(); }
   /// relaxed: read by other threads for their messages and failure broadcasts alone.
   Generation generation() const { return generation_.load(std::memory_order_relaxed); }
   FabricReach& reach() { return reach_; }

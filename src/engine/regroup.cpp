@@ -298,6 +298,7 @@ void Regroup::poll_near(int peer, bool processes) {
   const bool ended = channel_.left(peer) ||
                      (processes && memory_->fabric->peer_state(peer) == fabric::PeerState::dead);
   hear(peer);
+  if (suspects_ending_ && processes && memory_->fabric->peer_ends(peer)) member_->suspect(peer);
   if (!ended) return;
   if (carrier_ && !ended_.has(peer)) {
     ended_.add(peer);
@@ -407,15 +408,18 @@ Epoch Regroup::go_on() {
   return epoch;
 }
 
-void Regroup::free_held() const {
-  if (!memory_->arena.holds_back()) return;
-  if (seating_.former_may_write() || linking_.former_may_write()) return;
+bool Regroup::lost_may_write() const {
+  if (seating_.former_may_write() || linking_.former_may_write()) return true;
   for (int peer = 0; peer < channel_.size(); ++peer) {
     if (channel_.has(peer)) continue;
-    if (far(peer)) return;  // what it has sent may still be under way
-    if (memory_->fabric->peer_state(peer) != fabric::PeerState::dead) return;
+    if (far(peer)) return true;  // what it has sent may still be under way
+    if (memory_->fabric->peer_state(peer) != fabric::PeerState::dead) return true;
   }
-  memory_->arena.free_held();
+  return false;
+}
+
+void Regroup::free_held() const {
+  if (memory_->arena.holds_back() && !lost_may_write()) memory_->arena.free_held();
 }
 
 }  // namespace ferry::engine

@@ -48,8 +48,13 @@ class Regroup {
   std::vector<int> joined(const Epoch& epoch) const;
   /// Whether a seat was ever taken by another process.
   bool ever_seated() const { return seating_.ever_seated() || linking_.any(); }
-  /// Regions that were held back are free again if no rank that was lost can still write to them.
+  /// Whether a rank that was lost may still write to this one's memory.
+  bool lost_may_write() const;
+  /// Regions that were held back are free again if none can.
   void free_held() const;
+  /// Processes of this group use GPUs, whose driver takes them apart long after they were killed: who
+  /// is being ended is suspected, which needs a majority without it, and is proven dead later.
+  void suspect_ending() { suspects_ending_ = true; }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -109,6 +114,7 @@ class Regroup {
   protocol::Epoch seated_;                 // who has a seat in this epoch is mapped
   std::uint64_t bell_seen_ = 0;            // when `one_waits` last looked
   bool one_waits_ = false;                 // then
+  bool suspects_ending_ = false;
   std::vector<std::uint64_t> heard_;       // [R]: the number of the text read last
   std::vector<Said> said_;                 // [R]: that text
   protocol::Epoch left_epoch_ = 0;  // in which nothing is put any more, as far ranks were told

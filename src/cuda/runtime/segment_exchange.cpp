@@ -22,12 +22,13 @@ SegmentExchange::SegmentExchange(Channel& channel, const fabric::Segment& contro
                                  const ControlLayout& layout)
     : channel_(channel),
       offered_{control.data + layout.swap_flags, kLineBytes, channel.size()},
-      taken_{control.data + layout.delivered, kLineBytes, channel.size()},
+      taken_{control.data + layout.delivered, kLineBytes, channel.size(), channel.live()},
       swap_({layout.message_bytes, Place{Channel::kControl, layout.mailbox}, layout.message_bytes,
              flags_at(channel.size(), layout.swap_flags)},
-            channel.rank(), control.data + layout.mailbox, control.data + layout.swap_flags),
+            channel.rank(), control.data + layout.mailbox, control.data + layout.swap_flags,
+            channel.live()),
       delivery_(flags_at(channel.size(), layout.delivered), channel.rank(),
-                control.data + layout.delivered),
+                control.data + layout.delivered, channel.live()),
       outgoing_(layout.message_bytes),
       served_(static_cast<std::size_t>(channel.size())) {}
 
@@ -39,16 +40,20 @@ void SegmentExchange::offer(const char* stage, const fabric::Segment& segment) {
   head.handle_bytes = static_cast<std::uint32_t>(segment.handle.size());
   std::memcpy(outgoing_.data(), &head, sizeof(head));
   std::memcpy(outgoing_.data() + sizeof(head), segment.handle.data(), segment.handle.size());
+  const auto await_taken = [&] {
+    channel_.await(stage, Awaited{taken_, offers_},
+                   [&](GroupWatch& watch) { return delivery_.await(offers_, watch); });
+  };
+  if (offers_ > 0) await_taken();  // of an epoch that failed: some take it only now
   const protocol::Generation number = ++offers_;
   swap_.post_all(channel_.reach(), number, outgoing_.data(), 0);
   delivery_.deliver(channel_.reach(), channel_.rank(), number, 0);  // the own rank has it
-  channel_.await(stage, Awaited{taken_, number},
-                 [&](GroupWatch& watch) { return delivery_.await(number, watch); });
+  await_taken();
 }
 
 std::optional<SegmentExchange::Offer> SegmentExchange::next() {
   for (int peer = 0; peer < channel_.size(); ++peer) {
-    if (peer == channel_.rank()) continue;
+    if (peer == channel_.rank() || !channel_.has(peer)) continue;
     const protocol::Generation seen = offered_[peer].load(protocol::order::acquire);
     protocol::Generation& served = served_[static_cast<std::size_t>(peer)];
     if (seen == served) continue;

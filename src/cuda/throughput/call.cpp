@@ -68,6 +68,7 @@ Launch::Launch(CudaEngine& engine, const char* call, const Stream* stream)
   engine_.throw_untold(call);
   record_->slot = engine_.failures_->take();
   record_->failure = &record_->pinned().failure;
+  record_->epoch = engine_.epoch_end_;
   order_after_last();
 }
 
@@ -83,6 +84,7 @@ Launch::Launch(Launch& before, const char* call)
   record_->call = call;
   record_->slot = engine_.failures_->take();
   record_->failure = &record_->pinned().failure;
+  record_->epoch = engine_.epoch_end_;
 }
 
 /// If it is not another call's by now.
@@ -130,6 +132,12 @@ void Launch::use(const void* data, const std::shared_ptr<void>& owner) {
     if (held || owner) graph_.push_back(held ? std::move(held) : owner);
   } else {
     engine_.gpu().record_use(data, stream_id_, record_);
+  }
+}
+
+void Launch::grant(std::initializer_list<Held> pieces) {
+  for (const Held& held : pieces) {
+    if (held) record_->granted.push_back(held.region);
   }
 }
 

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -39,6 +40,13 @@ struct CallSlot {
   SecondGrant second{};
 };
 
+/// How an epoch of the group has ended, for its calls. Events keep it.
+struct EpochEnd {
+  std::atomic<bool> over{false};  ///< what follows is there
+  Failure fatal{};                ///< its first fatal failure, if it had one
+  std::optional<Error> error{};   ///< the same
+};
+
 /// What is known of a call after its launch.
 struct CallRecord final : Use {
   const char* call = "";
@@ -50,6 +58,8 @@ struct CallRecord final : Use {
   std::shared_ptr<const void> fails_in{};    ///< pinned, if `failure` is not in the slot
   std::uint64_t generation = 0;              ///< of the call, if the CPU knows it, else 0
   const std::uint64_t* dead_then = nullptr;  ///< pinned, else: LocalWords::failed at its end
+  std::vector<engine::Region> granted{};             ///< where peers may write in this call
+  std::shared_ptr<const EpochEnd> epoch{};           ///< in which it was made
   std::vector<std::shared_ptr<CallRecord>> needs{};  ///< earlier calls whose routes it uses
   /// Of a dispatch: its plan's call, and pinned why that was refused.
   std::shared_ptr<CallRecord> plan{};
@@ -87,12 +97,20 @@ struct CallRecord final : Use {
   }
   /// A later call tells of the refusal, for it is refused with this one.
   void told_by_another() { told.store(true, std::memory_order_release); }
-  /// Whether it had ended when the group failed. To be asked when it has.
-  bool ended_before(const Failure& fatal) const {
-    return dead_then != nullptr ? *dead_then == 0 : generation != 0 && generation < fatal.written;
+  bool is_over() const { return epoch->over.load(std::memory_order_acquire); }
+  /// Whether it came to nothing, as the group failed. To be asked when it has ended.
+  bool was_lost(const GroupWords& words) const {
+    // In this order: the words are made anew after the epoch is over.
+    const bool failed = words.failed() && !ended_before(*words.fatal);
+    if (!is_over()) return failed;
+    return epoch->error.has_value() && !ended_before(epoch->fatal);
   }
 
  private:
+  /// Whether it had ended when the group failed.
+  bool ended_before(const Failure& fatal) const {
+    return dead_then != nullptr ? *dead_then == 0 : generation != 0 && generation < fatal.written;
+  }
   bool has_told() const;
 
   mutable std::mutex mutex_;  // the monitor asks, too
@@ -131,6 +149,8 @@ class Launch {
   /// Keeps pinned memory that the kernels use until the call has ended, and as long as the graph.
   /// Not GPU memory: it goes back in stream order while its streams are sure to exist.
   void keep(std::shared_ptr<void> used) { kept_.push_back(std::move(used)); }
+  /// Peers may write there until the call has ended.
+  void grant(std::initializer_list<Held> pieces);
   /// Whether the call before this one has that number and is captured into the same graph. Before
   /// `enter`.
   bool follows_in_graph(std::uint64_t number) const;

@@ -40,7 +40,7 @@ void CallEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait) {
       if (!record_->told_outside) throw;
       throw record_->told_outside(error);
     }
-  } else if ((words_.failed() && !record_->ended_before(*words_.fatal)) || record_->refused()) {
+  } else if (record_->was_lost(words_) || record_->refused()) {
     throw_gone();
   }
 }
@@ -54,7 +54,7 @@ CountsEvent::CountsEvent(std::weak_ptr<CudaEngine> engine, std::weak_ptr<CudaPla
 
 bool CountsEvent::ready() {
   const auto plan = plan_.lock();
-  return !plan || plan->captured || plan->told() || words_.failed();
+  return !plan || plan->captured || plan->told() || words_.failed() || plan->made->is_over();
 }
 
 void CountsEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait) {
@@ -70,7 +70,7 @@ void CountsEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait)
   std::uint32_t polls = 0;
   poll(
       [&] {
-        return plan->told() || words_.failed() ||
+        return plan->told() || words_.failed() || plan->made->is_over() ||
                (++polls % kPollsPerQuery == 0 && plan->made->has_ended());
       },
       deadline, on_wait);

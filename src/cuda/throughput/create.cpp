@@ -29,8 +29,9 @@ DeviceControlLayout gpu_layout(const GroupConfig& config, int ranks, std::size_t
   return make_device_control_layout(ranks, std::max(counts, body_bytes));
 }
 
-std::size_t table_bytes(int ranks) {
-  return static_cast<std::size_t>(ranks) * kMaxSegments * sizeof(PeerSegment);
+/// Flags and mailboxes, the table, and room for what is stored for lost ranks.
+std::size_t control_bytes(const DeviceControlLayout& layout, int ranks) {
+  return 2 * layout.bytes + table_bytes(ranks);
 }
 
 std::size_t arena_bytes(const GroupConfig& config) {
@@ -155,7 +156,7 @@ void make_gpu_memory(Bootstrap& bootstrap, const GroupConfig& config, std::size_
   parts.layout = gpu_layout(config, wire.size(), body_bytes);
   fabric::Segment arena;
   const auto cards = engine::together(bootstrap, config, "Group: GPU memory", [&] {
-    parts.control = wire.register_memory(parts.layout.bytes + table_bytes(wire.size()));
+    parts.control = wire.register_memory(control_bytes(parts.layout, wire.size()));
     arena = wire.register_memory(arena_bytes(config));
     return engine::bytes_of({engine::card_of(parts.control), engine::card_of(arena)});
   });
@@ -170,12 +171,16 @@ void make_gpu_memory(Bootstrap& bootstrap, const GroupConfig& config, std::size_
 
 }  // namespace
 
+std::size_t table_bytes(int ranks) {
+  return static_cast<std::size_t>(ranks) * kMaxSegments * sizeof(PeerSegment);
+}
+
 bool available() {
   return true;
 }
 
 MemoryStats cuda_memory_hint(const GroupConfig& config, int ranks) {
-  const std::size_t control = gpu_layout(config, ranks).bytes + table_bytes(ranks);
+  const std::size_t control = control_bytes(gpu_layout(config, ranks), ranks);
   return {cpu_layout(ranks).bytes + kSparePage + engine::segment_bytes(control),
           engine::segment_bytes(arena_bytes(config)), 0, 0};
 }

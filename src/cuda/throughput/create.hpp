@@ -8,6 +8,9 @@
 
 namespace ferry::cuda {
 
+/// Of the table of segments, behind the flags and mailboxes of a control segment.
+std::size_t table_bytes(int ranks);
+
 /// Collective: how many of these ranks use this rank's GPU.
 int ranks_on_gpu(Bootstrap& bootstrap, const GroupConfig& config);
 

@@ -103,6 +103,8 @@ void push_tokens(const DispatchCall& call, const DispatchBuffers& buffers, std::
   const bool unused = behind_plan || call.launch.follows_in_graph(plan.number);
   parameters.early = unused && parameters.out_capacity == 0;
   parameters.glued = behind_plan && parameters.early;
+  parameters.fixed = call.launch.capture().active;
+  if (buffers.status == StepStatus::ok) call.launch.grant({buffers.rank, buffers.side});
   parameters.failure = call.launch.record()->failure;
   parameters.num_sms = pushing_sms(call, buffers.fan_out);
   call.launch.enter(parameters.call);
@@ -307,6 +309,7 @@ DispatchBuffers granted_again(const DispatchCall& call, DispatchBuffers buffers,
   const DispatchRows known{rows, rows, true};
   buffers = rows > kMaxRows ? no_buffers(call, known, StepStatus::too_many)
                             : reserve(call, known, CudaEngine::Pieces::idle);
+  if (buffers.status == StepStatus::ok) call.launch.grant({buffers.rank, buffers.side});
   SecondGrant& grant = call.launch.record()->pinned().second;
   grant.status = buffers.status;
   grant.segment = buffers.rank.region.address.segment;

@@ -38,7 +38,8 @@ CudaEngine::CudaEngine(const GroupConfig& config, Parts parts)
       placement_{config.experts, parts_.cpu->fabric->size()},
       settings_(placement_.ranks, config.tuning),
       channel_(parts_.cpu, config_, parts_.cpu_control, cpu_layout(placement_.ranks)),
-      segments_(channel_, parts_.cpu_control, cpu_layout(placement_.ranks)) {
+      segments_(channel_, parts_.cpu_control, cpu_layout(placement_.ranks)),
+      now_(channel_.rank(), channel_.size()) {
   constexpr std::size_t kCalls = 256;  // records of calls in flight or kept by events
   const std::size_t slot =
       round_up(sizeof(HostCounts), 16) + count_words(placement_, rank()) * sizeof(std::int32_t);
@@ -50,7 +51,7 @@ CudaEngine::CudaEngine(const GroupConfig& config, Parts parts)
   words_.fatal = reinterpret_cast<Failure*>(words_.slot.get());
   words_.abort =
       reinterpret_cast<std::uint32_t*>(words_.slot.get() + round_up(sizeof(Failure), kLineBytes));
-  staging_ = PinnedPool::make(2 * kLineBytes + sizeof(PeerWords), 1)->take();
+  staging_ = PinnedPool::make(kWriteBytes + sizeof(PeerWords) + kLineBytes, 1)->take();
   // Of another priority: streams of one priority may share a queue of the GPU, and these copies
   // must not come behind a kernel that waits for what they bring.
   int least = 0, greatest = 0;
@@ -223,8 +224,7 @@ std::optional<std::vector<Held>> CudaEngine::take_registered(Launch& launch,
   for (int i = 0; i < kTries; ++i) {
     std::vector<Held> taken;
     for (const std::size_t bytes : sizes) {
-      Held held = pieces == Pieces::idle ? gpu().take_idle(bytes, launch.user())
-                                         : gpu().take_registered(bytes, launch.user());
+      Held held = take_unwritten(bytes, launch.user(), pieces);
       if (!held) break;
       taken.push_back(std::move(held));
     }
@@ -264,7 +264,7 @@ Tensor CudaEngine::empty(const Extents& shape, Dtype dtype) {
   check_usable("empty");
   const std::size_t bytes = checked_bytes("empty", "shape", shape, dtype);
   const OnDevice here(device().index);
-  const Held held = gpu().take_registered(bytes, gpu().own());
+  const Held held = take_unwritten(bytes, gpu().own(), Pieces::spare);
   if (!held) {
     throw Error(ErrorKind::exhausted,
                 "empty: shape " + to_string(shape) + " of " + std::string(name_of(dtype)) +

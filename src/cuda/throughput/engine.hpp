@@ -25,8 +25,11 @@
 #include "cuda/throughput/call.hpp"
 #include "cuda/throughput/failure.hpp"
 #include "cuda/throughput/plan.hpp"
+#include "cuda/throughput/quarantine.hpp"
 #include "engine/channel.hpp"
+#include "engine/current_view.hpp"
 #include "engine/memory.hpp"
+#include "engine/regroup.hpp"
 #include "engine/row_guess.hpp"
 
 namespace ferry::cuda {
@@ -52,6 +55,9 @@ struct PeerWords {
   std::uint64_t delivered[kMaxBlocks];
   std::uint64_t done;
 };
+
+/// What the CPU writes at once into the control segment, at most.
+inline constexpr std::size_t kWriteBytes = round_up(sizeof(LocalWords), kLineBytes);
 
 /// Flags and mailboxes of the ranks' CPUs.
 ControlLayout cpu_layout(int ranks);
@@ -83,6 +89,10 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   bool is_registered(const void* pointer) const override;
   void record_stream(const void* pointer, const Stream& stream) override;
   void barrier() override;
+  ferry::GroupView group_view() const override { return now_.get(); }
+  ferry::GroupView regroup() override;
+  bool commit(std::uint64_t step) override;
+  std::uint64_t epoch() const override { return now_.epoch(); }
   MemoryStats memory() const override;
   TimeStats time() const override;
   void destroy() override;
@@ -162,6 +172,18 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
  private:
   friend class Launch;
   void throw_untold(const char* call);
+  void check_may_regroup() const;
+  std::unique_lock<std::timed_mutex> take_turn(const char* call);
+  void end_calls();
+  void end_flights();
+  void note_end(CallRecord& record);
+  engine::Regroup& membership();
+  void begin_epoch(const engine::Epoch& next);
+  void free_held();
+  Held take_unwritten(std::size_t bytes, const User& user, Pieces pieces);
+  /// In its control segment: takes what is stored for lost ranks.
+  std::byte* nowhere() const;
+  void write_control(const void* from, std::size_t offset, std::size_t bytes);
   bool grow(const char* call, std::size_t bytes);
   void write_table(int peer, fabric::SegmentId segment, std::byte* data, std::size_t bytes);
   void load_copies();
@@ -201,6 +223,12 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   std::uint64_t calls_ = 0;
   engine::RowGuess row_guess_{};
   Guesses guesses_{};
+  engine::CurrentView now_;
+  std::unique_ptr<engine::Regroup> regroup_{};  // of the thread whose turn it is
+  std::shared_ptr<EpochEnd> epoch_end_ = std::make_shared<EpochEnd>();
+  Quarantine quarantine_{};
+  std::mutex watching_;  // the monitor looks at the group
+  bool held_ = false;    // as LocalWords has it; guarded by watching_
   std::size_t control_bytes_ = 0;
 
   std::mutex flight_mutex_;
@@ -215,7 +243,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
 
   std::mutex wire_mutex_;  // the table, aux_
   std::shared_ptr<std::byte>
-      staging_{};  // pinned: a line for writing, one for reading, one that says dead
+      staging_{};  // pinned: for writing, for reading, for what says dead
   mutable std::mutex latency_mutex_;
   struct LatencySegment {
     fabric::Segment memory{};

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/text.hpp"
 #include "core/check.hpp"
 #include "cuda/throughput/engine.hpp"
 
@@ -100,6 +101,23 @@ Error latency_refusal(const CallRecord& record, const Failure& failure, int self
                context);
 }
 
+/// `who`, as in the context, was given experts of a rank that is lost.
+Error lost_route(const CudaEngine& engine, const CallRecord& record, const char* stage, int lost,
+                 const ErrorContext& context) {
+  const std::string experts = "experts of rank " + to_string(lost) + ", which is not in epoch " +
+                              to_string(engine.epoch()) + " of the group";
+  if (context.peer == context.rank) {
+    return Error(ErrorKind::invalid_argument,
+                 std::string(record.routes_of) + ": topk_idx: got " + experts + "; expected those of " +
+                     spell_ranks(engine.group_view().ranks) + ", or -1",
+                 context);
+  }
+  return Error(ErrorKind::peer_failed,
+               std::string(stage) + ": rank " + to_string(context.peer) + " was given " + experts +
+                   "; nothing was sent",
+               context);
+}
+
 /// Counts of all_to_all that do not fit together: every rank knows all.
 Error counts_refusal(const Failure& failure, int self) {
   const auto target = static_cast<int>(failure.detail);
@@ -170,6 +188,10 @@ Error refusal(const CudaEngine& engine, const CallRecord& record, const Failure&
                        "; nothing was sent",
                    context);
     case Reason::bad_route: {
+      if (const auto detail = static_cast<unsigned long long>(failure.detail);
+          detail >= kLostRoute) {
+        return lost_route(engine, record, stage, static_cast<int>(detail - kLostRoute), context);
+      }
       const std::string at =
           "[" + to_string(failure.detail / 64) + ", " + to_string(failure.detail % 64) + "]";
       if (peer == self) {
@@ -204,8 +226,11 @@ Error refusal(const CudaEngine& engine, const CallRecord& record) {
 }
 
 void check_ended(CudaEngine& engine, CallRecord& record) {
-  const GroupWords& words = engine.words();
-  if (words.failed() && !record.ended_before(*words.fatal)) throw engine.fatal_error();
+  if (record.was_lost(engine.words())) {
+    if (record.is_over()) throw Error(*record.epoch->error);
+    throw engine.fatal_error();
+  }
+  if (!record.is_over()) engine.channel().check_evicted(record.call);
   const bool refused = record.refused();
   if (refused) record.tell();
   if (refused && (record.failure->reason != Reason::bad_plan || plan_failed(record))) {
@@ -226,8 +251,12 @@ void check_ended(CudaEngine& engine, CallRecord& record) {
 Error FatalFailure::error(CudaEngine& engine) {
   std::scoped_lock lock(mutex_);
   if (error_) return *error_;
-  Failure failure = *engine.words().fatal;
   engine::Channel& channel = engine.channel();
+  if (!engine.words().failed()) {
+    return Error(ErrorKind::peer_failed, "the group has gone on in another epoch",
+                 {engine.rank(), -1, "regroup", channel.generation(), 0, 0});
+  }
+  Failure failure = *engine.words().fatal;
   const int self = engine.rank();
   const char* stage = stage_name(failure.stage);
   if (channel.left()) {
@@ -238,6 +267,11 @@ Error FatalFailure::error(CudaEngine& engine) {
     return *error_;
   }
   channel.count(failure.written);
+  try {
+    channel.check_evicted(stage);
+  } catch (const Error& evicted) {
+    return error_.emplace(evicted);
+  }
   // What the peers said comes first: they may know who really died.
   if (auto told = channel.poll(
           stage, [] { return engine::Channel::kUnknownEnd; }, [](int) { return true; })) {
@@ -270,6 +304,16 @@ Error FatalFailure::error(CudaEngine& engine) {
   }
   if (!error_) error_ = Error(ErrorKind::system, std::string(stage) + ": the exchange failed");
   return *error_;
+}
+
+void FatalFailure::begin_epoch(const GroupWords& words) {
+  std::scoped_lock lock(mutex_);
+  error_.reset();
+  beyond_.reset();
+  std::atomic_ref(*words.abort).store(0, std::memory_order_relaxed);  // before a kernel is launched
+  words.fatal->reason = Reason::none;
+  // Release: whoever sees it finds that the epoch before is over.
+  std::atomic_ref(words.fatal->written).store(0, std::memory_order_release);
 }
 
 /// Of an exchange of a larger group: `failure` names a rank of this engine from here on. True: the

@@ -10,6 +10,7 @@ namespace ferry::cuda {
 
 class CudaEngine;
 struct CallRecord;
+struct GroupWords;
 
 /// Where a call gave up, in the host engine's words.
 const char* stage_name(Stage stage);
@@ -27,6 +28,8 @@ class FatalFailure {
  public:
   /// Made once; the peers are told.
   Error error(CudaEngine& engine);
+  /// The failure is of an epoch that is over, and no kernel runs.
+  void begin_epoch(const GroupWords& words);
   /// It is on the account of a rank beyond this engine, of the larger group; or not.
   std::optional<Failure> beyond() const {
     std::scoped_lock lock(mutex_);

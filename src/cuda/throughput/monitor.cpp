@@ -8,6 +8,7 @@
 
 #include "cuda/kernels/base/group_view.hpp"
 #include "cuda/runtime/event.hpp"
+#include "cuda/throughput/create.hpp"
 #include "cuda/throughput/engine.hpp"
 #include "engine/growth.hpp"
 #include "platform/futex.hpp"
@@ -36,16 +37,24 @@ void CudaEngine::wait_aux(std::chrono::nanoseconds most) {
 void CudaEngine::write_table(int peer, fabric::SegmentId segment, std::byte* data,
                              std::size_t bytes) {
   if (segment >= kMaxSegments) return;  // its number was checked where it was attached
-  const OnDevice here(device().index);
-  std::scoped_lock lock(wire_mutex_);
   const PeerSegment entry{data, bytes};
-  std::memcpy(staging_.get(), &entry, sizeof(entry));
   const std::size_t at =
       (static_cast<std::size_t>(peer) * kMaxSegments + segment) * sizeof(PeerSegment);
-  check(cudaMemcpyAsync(parts_.control.data + parts_.layout.bytes + at, staging_.get(),
-                        sizeof(entry), cudaMemcpyHostToDevice, aux_),
+  write_control(&entry, parts_.layout.bytes + at, sizeof(entry));
+}
+
+void CudaEngine::write_control(const void* from, std::size_t offset, std::size_t bytes) {
+  const OnDevice here(device().index);
+  std::scoped_lock lock(wire_mutex_);
+  std::memcpy(staging_.get(), from, bytes);
+  check(cudaMemcpyAsync(parts_.control.data + offset, staging_.get(), bytes,
+                        cudaMemcpyHostToDevice, aux_),
         "cudaMemcpyAsync");
   wait_aux(config_.deadline);
+}
+
+std::byte* CudaEngine::nowhere() const {
+  return parts_.control.data + parts_.layout.bytes + table_bytes(size());
 }
 
 void CudaEngine::read_control(std::byte* to, std::size_t offset, std::size_t bytes) {
@@ -56,7 +65,7 @@ void CudaEngine::read_control(std::byte* to, std::size_t offset, std::size_t byt
 std::uint64_t CudaEngine::ended_calls() {
   const OnDevice here(device().index);
   std::scoped_lock lock(wire_mutex_);
-  std::byte* line = staging_.get() + kLineBytes;
+  std::byte* line = staging_.get() + kWriteBytes;
   std::uint64_t generation = 0;
   read_control(line, parts_.layout.local + offsetof(LocalWords, generation), sizeof(generation));
   wait_aux(1s);
@@ -68,7 +77,7 @@ bool CudaEngine::awaits(int peer) {
   const DeviceControlLayout& at = parts_.layout;
   const OnDevice here(device().index);
   std::scoped_lock lock(wire_mutex_);
-  std::byte* staged = staging_.get() + kLineBytes;
+  std::byte* staged = staging_.get() + kWriteBytes;
   const auto read = [&](std::size_t field, std::size_t offset, std::size_t bytes) {
     read_control(staged + field, offset, bytes);
   };
@@ -148,7 +157,7 @@ bool CudaEngine::tell_of_death(std::byte* word) {
   const OnDevice here(device().index);
   std::scoped_lock lock(wire_mutex_);
   // Nobody else's line: a copy that comes late must find it unchanged.
-  std::byte* line = staging_.get() + kLineBytes + sizeof(PeerWords);
+  std::byte* line = staging_.get() + kWriteBytes + sizeof(PeerWords);
   constexpr auto kDead = static_cast<std::uint32_t>(Gone::dead);
   static_assert(sizeof(kDead) == 4);
   std::memcpy(line, &kDead, sizeof(kDead));
@@ -177,6 +186,16 @@ void CudaEngine::tell_of_gone() {
   }
 }
 
+/// Of a call that has ended.
+void CudaEngine::note_end(CallRecord& record) {
+  if (record.was_lost(words_)) {
+    quarantine_.add(record.granted);
+  } else if (!record.refused()) {
+    channel_.check_evicted(record.call);
+    record.ended_well.store(true, std::memory_order_release);
+  }
+}
+
 void CudaEngine::look_after_peers() {
   const bool failed = words_.failed();
   bool flying = false;
@@ -187,11 +206,8 @@ void CudaEngine::look_after_peers() {
       const std::shared_ptr<CallRecord> record = in_flight_.front().record;
       ended.push_back(std::move(in_flight_.front()));
       in_flight_.pop_front();
-      if (record->refused()) {
-        untold_.push_back(record);
-      } else if (!failed || record->ended_before(*words_.fatal)) {
-        record->ended_well.store(true, std::memory_order_release);
-      }
+      if (record->refused()) untold_.push_back(record);
+      note_end(*record);
     }
     flying = !in_flight_.empty();
     if (!flying && !stays_) channel_.enter_call({});
@@ -225,9 +241,11 @@ void CudaEngine::monitor() {
     futex_wait(&nothing, 0, kTickNs);
     try {
       const OnDevice here(device().index);
+      const std::scoped_lock looking(watching_);
       look_after_peers();
       if (!channel_.dead()) serve_offers();
       if (!channel_.dead()) tell_of_gone();
+      free_held();
     } catch (const std::exception& error) {
       channel_.fail("exchange", error.what(), ErrorKind::system);
       words_.raise_abort();

@@ -94,6 +94,7 @@ std::shared_ptr<CudaPlan> new_plan(CudaEngine& engine, Launch& launch,
   state->captured = launch.capture().active;
   state->made = launch.record();
   state->events = engine.gpu().events();
+  state->epoch = static_cast<std::uint32_t>(engine.epoch());
   state->exchange.rank = rank;
   state->exchange.placement = placement;
   state->view.tokens = state->tokens;

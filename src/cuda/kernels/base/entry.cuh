@@ -214,7 +214,7 @@ struct NoPoll {
 
 /// Whole block: waits for the heads of all ranks. `call`: this rank's signature. `needed`: rows
 /// that arrive at each rank, null: rows are not granted. `poll(peer, word)`: sixteen lanes, each
-/// with its word of a head that has come. False: the group has failed, return at once.
+/// with its word of a head that has come; of a hole 0. False: the group has failed, return at once.
 template <class Poll = NoPoll>
 __device__ inline bool await_entry(const GroupView& group, std::uint64_t generation, Stage stage,
                                    const CallSignature& call, const std::int64_t* needed,
@@ -223,6 +223,10 @@ __device__ inline bool await_entry(const GroupView& group, std::uint64_t generat
   bool there = true;
   for (int peer = static_cast<int>(threadIdx.x / kHeadLanes); peer < group.ranks && there;
        peer += static_cast<int>(blockDim.x / kHeadLanes)) {
+    if (is_hole(group, peer)) {
+      poll(peer, 0);
+      continue;
+    }
     const std::int64_t rows = needed != nullptr ? needed[peer] : INT64_MIN;
     std::uint64_t word;
     there = await_head(group, peer, generation, stage, word);

@@ -15,6 +15,8 @@ namespace ferry::cuda {
 inline constexpr int kMaxSegments = 64;
 /// Ranks of one NVLink domain.
 inline constexpr int kMaxDomain = 72;
+/// detail of a bad route: not a place of topk_idx, but this and a lost rank, whose expert it names.
+inline constexpr unsigned long long kLostRoute = 1ull << 62;
 /// In so many equal parts of its tokens, at most, a source tells which of its rows have come.
 inline constexpr int kProgressParts = 16;
 /// Blocks of a dispatch, at most: each has a flag of its own at every peer.
@@ -24,7 +26,8 @@ inline constexpr int kMaxBlocks = 192;
 /// too, and call g - 1 was refused, which takes nothing but heads).
 inline constexpr int kMailboxDepth = 4;
 
-/// A peer's segment as this GPU sees it; bytes 0: not attached.
+/// A peer's segment as this GPU sees it; bytes 0: not attached. A hole, which is the seat of a lost
+/// rank, has a control segment of 0 bytes: what is stored there lies in memory that nobody reads.
 struct PeerSegment {
   std::byte* data = nullptr;
   std::uint64_t bytes = 0;
@@ -40,7 +43,8 @@ enum class Reason : std::uint32_t {
   mismatch,    ///< `peer` is in another call; `theirs` says which
   no_room,     ///< `peer` has no region; `detail`: bytes that it needs
   too_many,    ///< more rows arrive at `peer` than it granted; `detail`: how many
-  bad_route,   ///< `peer` was given an id that is no expert; `detail`: token * 64 + slot
+  bad_route,   ///< `peer` was given an id that is no expert; `detail`: token * 64 + slot, or
+               ///< kLostRoute and the rank
   bad_plan,    ///< the plan's own call failed
   stale,       ///< a latency result whose buffers later dispatches used; `detail`: how many
   bad_counts,  ///< of all_to_all: `peer` sends `seen` elements to rank `detail`, which expects
@@ -94,6 +98,9 @@ struct BesideWords {
 /// Words that kernels of one rank share. Calls of a group run one after another on the GPU.
 struct LocalWords {
   std::uint64_t generation;  ///< of the last call that has ended
+  std::uint64_t before;      ///< generations up to this one are of earlier epochs
+  /// Not 0: a lost rank may still write to memory that was granted before. The CPU says when not.
+  std::uint64_t held;
   std::uint64_t planning;    ///< of the last plan whose destinations are made
   std::uint64_t failed;      ///< not 0: a call failed; later kernels do nothing
   std::uint64_t refused;     ///< of the last call that ended in peace without moving anything
@@ -197,7 +204,8 @@ struct GroupView {
   int ranks = 1;
   std::byte* control = nullptr;  ///< own control segment
   DeviceControlLayout layout{};
-  /// [ranks, kMaxSegments] in device memory; own rank too. Entries are only ever added.
+  /// [ranks, kMaxSegments] in device memory; own rank too. Entries are only ever added, but between
+  /// epochs, when no kernel of the group runs.
   const PeerSegment* segments = nullptr;
   Failure* fatal = nullptr;              ///< pinned: the first fatal failure of the group
   const std::uint32_t* abort = nullptr;  ///< pinned: not 0 asks waiting kernels to stop

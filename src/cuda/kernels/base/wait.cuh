@@ -21,6 +21,10 @@ __device__ __forceinline__ LocalWords* local_words(const GroupView& group) {
 __device__ __forceinline__ std::byte* control_of(const GroupView& group, int peer) {
   return group.segments[static_cast<std::size_t>(peer) * kMaxSegments].data;
 }
+/// Whether the seat is empty, because its rank was lost: nothing is awaited from it.
+__device__ __forceinline__ bool is_hole(const GroupView& group, int peer) {
+  return group.segments[static_cast<std::size_t>(peer) * kMaxSegments].bytes == 0;
+}
 /// Line `index` of the flags that begin at `flags` in a control segment.
 __device__ __forceinline__ std::uint64_t* flag_at(std::byte* control, std::size_t flags,
                                                   int index) {
@@ -162,6 +166,7 @@ __device__ inline bool await_all(const GroupView& group, std::size_t flags,
   bool there = true;
   for (int peer = static_cast<int>(threadIdx.x); peer < group.ranks && there;
        peer += static_cast<int>(blockDim.x)) {
+    if (is_hole(group, peer)) continue;
     there = await_flag(group, flag_at(group.control, flags, peer), peer, generation, stage);
   }
   return __syncthreads_and(there) != 0;

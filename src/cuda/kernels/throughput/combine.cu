@@ -9,6 +9,7 @@
 #include "cuda/kernels/base/load.hpp"
 #include "cuda/kernels/throughput/combine_source.cuh"
 #include "cuda/kernels/throughput/kernels.hpp"
+#include "cuda/kernels/throughput/plan_view.cuh"
 #include "cuda/kernels/throughput/sum_shape.hpp"
 
 namespace ferry::cuda {
@@ -20,7 +21,7 @@ using namespace device;
 __device__ void post_head(const CombineParameters& p, std::byte* control,
                           std::uint64_t generation) {
   post_entry(p.group, control, generation, p.call, [&](DeviceHead& head) {
-    const bool known = *plan_part<std::uint64_t>(p.plan, p.plan.layout.state) == 1;
+    const bool known = holds(p.group, p.plan);
     head.status = p.status;
     head.refused = known ? Reason::none : Reason::bad_plan;
     head.segment = p.segment;

@@ -59,7 +59,7 @@ __device__ void await_delivered(const DispatchParameters& p, const PushTarget* t
   }
   if (__syncthreads_and(there) == 0 || threadIdx.x != 0) return;
   local_words(p.group)->arrived[kTokenCounter] = 0;  // nobody asks any more
-  if (p.came != nullptr) *p.came = 1;
+  if (p.came != nullptr) *p.came = generation;
   if (p.followed) fence_system();  // the fan-out beside takes this end for the arrival of all rows
   end_call(p.group, generation);
 }
@@ -71,12 +71,13 @@ __device__ __forceinline__ bool begin_dispatch(const DispatchParameters& p, cons
                                                FirstPeer& first, std::uint64_t& generation,
                                                bool& holds_counts, bool& begun) {
   // All that is known to be needed is asked for at once: one trip to the memory.
-  holds_counts = *state_of(p.plan) == 1;
+  holds_counts = holds(p.group, p.plan);
   first.rows = rows_at(p.plan, first_peer());
   if (!begin_call(p.group, generation)) return false;
   begun = true;
   if (static_cast<int>(threadIdx.x / 32) < shape.row_warps) begin_rows(p, shape, shared);
   if (blockIdx.x != 0 || posted) return true;
+  if (!await_free(p)) return false;
   const std::int64_t out_rows = count_out_rows(p, shape, holds_counts);
   post_entry(p.group, control, generation, p.call,
              [&](DeviceHead& head) { fill_head(p, holds_counts, out_rows, head); });

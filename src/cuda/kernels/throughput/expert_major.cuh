@@ -7,6 +7,7 @@
 
 #include "cuda/kernels/base/entry.cuh"
 #include "cuda/kernels/throughput/kernels.hpp"
+#include "cuda/kernels/throughput/plan_view.cuh"
 #include "cuda/kernels/throughput/progress.cuh"
 
 namespace ferry::cuda::device {
@@ -60,7 +61,7 @@ __device__ inline std::uint64_t generation_of_rows(const FanOutLaunch& launch) {
 /// Whole grid alike: whether there is anything to fan out.
 __device__ inline bool has_rows(const FanOutParameters& p) {
   return (p.after_dispatch ? last_call_moved(p.group) : !has_failed(p.group)) &&
-         *reinterpret_cast<const std::uint64_t*>(p.plan.data + p.plan.layout.state) == 1;
+         holds(p.group, p.plan);
 }
 
 /// Where this block counts: in shared memory if all of it fits there.

@@ -145,6 +145,10 @@ __device__ __forceinline__ bool agree(const DispatchParameters& p, const PushSha
   for (int peer = first_peer(); peer < p.group.ranks;
        peer += static_cast<int>(blockDim.x / kHeadLanes)) {
     const bool is_first = peer == first_peer();
+    if (is_hole(p.group, peer)) {
+      if (threadIdx.x % kHeadLanes == 0) targets[peer] = PushTarget{};
+      continue;
+    }
     const unsigned lanes = 0xffffu << (threadIdx.x & 16);
     there = is_first || __all_sync(lanes, await_plan_end(p)) != 0;
     if (!there) break;
@@ -185,6 +189,25 @@ __device__ __forceinline__ bool guessed_too_few(const DispatchParameters& p, boo
   return arriving[p.group.rank] > p.capacity;
 }
 
+/// Whole block 0, before it grants memory: of a graph's, until no lost rank can write there any
+/// more. False: the group has failed.
+__device__ __forceinline__ bool await_free(const DispatchParameters& p) {
+  if (!p.fixed) return true;
+  bool free = true;
+  if (threadIdx.x == 0) {
+    SpinDeadline spin_deadline;
+    while (free && load_relaxed(&local_words(p.group)->held) != 0) {
+      Reason reason;
+      if (!spin_deadline.over(p.group, reason)) continue;
+      free = false;
+      if (reason != Reason::none) {
+        fail(p.group, first_running(p.group), reason, Stage::grants, p.group.rank);
+      }
+    }
+  }
+  return __syncthreads_and(free) != 0;
+}
+
 /// Whole block 0, before anything that ran before this kernel is known to have ended: posts the
 /// head while the plan, which comes directly before in the group's calls, still swaps its counts.
 /// What the head grants has had no user since. Gives the generation; 0: the group has failed.
@@ -192,7 +215,7 @@ __device__ inline std::uint64_t post_early(const DispatchParameters& p, std::byt
   const std::uint64_t generation = load_acquire(&local_words(p.group)->planning) + 1;
   const bool failed = has_failed(p.group);
   fence_system();
-  if (__syncthreads_or(failed) != 0) return 0;
+  if (__syncthreads_or(failed) != 0 || !await_free(p)) return 0;
   post_entry(p.group, control, generation, p.call,
              [&](DeviceHead& head) { fill_head(p, true, 0, head); });
   return generation;
@@ -216,7 +239,7 @@ __device__ __forceinline__ bool await_placed(const DispatchParameters& p, std::u
     if (polls % kPolls != 0) continue;
     if (has_failed(p.group)) return false;
     const bool ended = load_acquire(&local_words(p.group)->generation) >= planning;
-    if (ended && load_relaxed(state_of(p.plan)) != 1) return true;
+    if (ended && load_relaxed(state_of(p.plan)) == 0) return true;
   }
 }
 
@@ -224,7 +247,7 @@ __device__ __forceinline__ bool await_placed(const DispatchParameters& p, std::u
 /// and then what the plan says. False: the group has failed.
 __device__ __forceinline__ bool await_plan(const DispatchParameters& p, std::uint64_t generation,
                                            FirstPeer& first, bool& holds_counts) {
-  const bool polls = first_peer() < p.group.ranks;
+  const bool polls = first_peer() < p.group.ranks && !is_hole(p.group, first_peer());
   bool there = true;
   if (polls) {
     there = first.has_head =

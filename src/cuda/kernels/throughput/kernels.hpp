@@ -31,7 +31,7 @@ struct PlanLayout {
   std::size_t peer_rows = 0;     ///< i64 [R]: rows that arrive at rank d, from all
   std::size_t recv_offset = 0;   ///< i64 [R + 1]: rows of source s at my rank; the end = recv rows
   std::size_t placed = 0;        ///< [R] of 16 bytes: peer_row, peer_rows, once they are known
-  std::size_t state = 0;         ///< u64: 1 when the plan holds counts, 0 when it failed
+  std::size_t state = 0;         ///< u64: the generation that made the counts, 0 when it failed
   std::size_t bytes = 0;
 };
 
@@ -137,8 +137,8 @@ struct DispatchParameters {
   bool carries_routes = false;     ///< write source_token and local ids into the side region
   /// [T]: what source_token says of each token; null: its number.
   const std::int32_t* token_names = nullptr;
-  /// Not null: becomes 1 when this dispatch has brought the routes, 0 when it has not. Calls that
-  /// use them take it for the plan's state.
+  /// Not null: becomes its generation when this dispatch has brought the routes, 0 when it has not.
+  /// Calls that use them take it for the plan's state.
   std::uint64_t* came = nullptr;
   /// The call before is the plan's, on this stream, and nobody has used the granted memory since it
   /// was made: the head may be posted while the plan still runs.
@@ -146,6 +146,9 @@ struct DispatchParameters {
   /// Early, and the plan's kernel is directly before this one in the stream: what the plan says is
   /// waited for word by word, and the first rows are brought meanwhile.
   bool glued = false;
+  /// Of a graph, which grants the same memory in each replay: it waits until no lost rank can write
+  /// there any more.
+  bool fixed = false;
   // The grant: where peers write. capacity rows; layouts by make_receive_layout and
   // make_wide_side_layout of this capacity. Routes and weights of rows past the last: -1 and 0.
   StepStatus status = StepStatus::ok;  ///< no_room: nothing is granted

@@ -116,6 +116,8 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ unsigned long long bad;
   __shared__ std::byte* control_of_warp[kWarps];  // registers are short
   std::byte* control = first_control(p.group);
+  const bool hole =
+      static_cast<int>(threadIdx.x) < p.group.ranks && is_hole(p.group, static_cast<int>(threadIdx.x));
   await_kernel_before();
   ask_for_routes<kWords, Id>(p, shape.width);
   // As begin_call, with the first work under the way of these two words.
@@ -140,6 +142,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   const bool last = threadIdx.x == kThreads - 1;  // of a warp that posts nothing
   count_and_place<kWords, Id>(p, shape, work, &bad);
+  if (hole && work.totals[threadIdx.x] > 0) atomicMin(&bad, kLostRoute | threadIdx.x);
   __syncthreads();
   post_entry(
       p.group, control_of_warp[threadIdx.x / 32], generation, p.call,
@@ -161,7 +164,7 @@ __global__ void __launch_bounds__(kThreads)
   place_ranks(p, generation, matrix);
   __syncthreads();
   if (threadIdx.x == 0) {
-    set_state(p, 1);
+    set_state(p, generation);
     fence_device();  // for a dispatch that waits for the word, not for the end of this kernel
     end_call(p.group, generation);
   }

@@ -29,8 +29,8 @@ struct Findings {
   std::int32_t claim = 0;
 };
 
-/// One warp: waits for the counts of source `s`; they go to the plan and to `matrix` [R, R]. Head
-/// and counts come in one trip to the memory. False: the group has failed.
+/// One warp: waits for the counts of source `s`, of which a hole has none; they go to the plan and
+/// to `matrix` [R, R]. Head and counts come in one trip to the memory. False: the group has failed.
 __device__ __forceinline__ bool collect(const PlanParameters& p, const PlanShape& shape,
                                         std::uint64_t generation, int s, std::int32_t* matrix,
                                         Findings& mine) {
@@ -40,6 +40,14 @@ __device__ __forceinline__ bool collect(const PlanParameters& p, const PlanShape
   auto* tokens = reinterpret_cast<std::int32_t*>(p.plan.data + p.plan.layout.rank_tokens);
   auto* slots = reinterpret_cast<std::int32_t*>(p.plan.data + p.plan.layout.expert_slots);
   const int lane = static_cast<int>(threadIdx.x % 32);
+  if (is_hole(p.group, s)) {
+    for (int i = lane; i < words; i += 32) {
+      const int at = i < ranks ? s * ranks + i : s * local + i - ranks;
+      if (i < ranks) matrix[at] = 0;
+      (i < ranks ? tokens : slots)[at] = 0;
+    }
+    return true;
+  }
   const int head_lane = min(lane % kHeadLanes, kHeadWords - 1);
   const auto* message =
       reinterpret_cast<const std::uint64_t*>(posted_word(p.group, s, generation, 0));

@@ -167,7 +167,8 @@ __device__ __forceinline__ bool rows_are_here(const GroupView& group, std::uint6
 /// One thread polls once: whether a source's routes are here.
 __device__ __forceinline__ bool routes_are_here(const GroupView& group, std::uint64_t generation,
                                                 int source) {
-  return is_of(load_acquire(progress_word(group, group.control, source, 0)), generation) ||
+  return is_hole(group, source) ||
+         is_of(load_acquire(progress_word(group, group.control, source, 0)), generation) ||
          load_acquire(&local_words(group)->generation) >= generation;
 }
 

@@ -5,6 +5,7 @@
 #include "cuda/kernels/base/entry.cuh"
 #include "cuda/kernels/base/load.hpp"
 #include "cuda/kernels/throughput/kernels.hpp"
+#include "cuda/kernels/throughput/plan_view.cuh"
 
 namespace ferry::cuda {
 
@@ -29,8 +30,7 @@ __device__ std::int64_t checked_id(const RoutesParameters& p, std::int64_t i) {
 
 /// Rows that have come, whatever became of the call before this kernel: they are the plan's.
 __device__ std::int64_t known_rows(const RoutesParameters& p) {
-  const auto state = *reinterpret_cast<const std::uint64_t*>(p.plan.data + p.plan.layout.state);
-  if (state != 1) return 0;
+  if (!holds(p.group, p.plan)) return 0;
   const auto* recv_offset =
       reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.recv_offset);
   return min(recv_offset[p.group.ranks], min(p.brought, p.capacity));

@@ -9,6 +9,7 @@
 #include "cuda/kernels/base/launch.hpp"
 #include "cuda/kernels/base/load.hpp"
 #include "cuda/kernels/throughput/kernels.hpp"
+#include "cuda/kernels/throughput/plan_view.cuh"
 #include "cuda/kernels/throughput/sum_shape.hpp"
 #include "cuda/kernels/throughput/sum_slices.cuh"
 
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(most_warps(kVectors) * 32, 1)
   const SumSlotsParameters& p = launch.p;
   const PlanLayout& layout = p.plan.layout;
   await_kernel_before();
-  const bool counted = *reinterpret_cast<const std::uint64_t*>(p.plan.data + layout.state) == 1;
+  const bool counted = holds(p.group, p.plan);
   std::uint64_t generation;
   const bool usable = begin_call(p.group, generation);
   // From here on the combine may come, and end its call: the generation has been read.
