@@ -235,10 +235,13 @@ void CudaEngine::look_after_peers() {
 
 void CudaEngine::monitor() {
   constexpr std::uint64_t kTickNs = 20'000'000;
-  // Nobody changes it: a death alone ends the sleep early.
-  const std::uint64_t nothing = 0;
+  // A death ends the sleep early, and a peer that calls regroup.
+  auto* bell = reinterpret_cast<std::uint64_t*>(parts_.cpu_control.data + cpu_layout(size()).bell);
+  std::uint64_t rung = 0;
   while (!stopping_.load(std::memory_order_acquire)) {
-    futex_wait(&nothing, 0, kTickNs);
+    futex_wait(bell, rung, kTickNs);
+    // Acquire: what the peer said before it rang is seen below.
+    rung = std::atomic_ref(*bell).load(std::memory_order_acquire);
     try {
       const OnDevice here(device().index);
       const std::scoped_lock looking(watching_);

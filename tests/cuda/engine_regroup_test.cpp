@@ -1,0 +1,138 @@
+// Ranks of the CUDA engine that are killed, and the others, which go on in the same group. Skips
+// without a GPU.
+#include <gtest/gtest.h>
+
+#include "engine_latency.hpp"
+#include "regroup_case.hpp"
+
+namespace ferry::test {
+namespace {
+
+constexpr std::uint64_t kRegroupSeed = 20261127;
+constexpr int kRegroupRanks = 4;
+
+class EngineRegroup : public ::testing::TestWithParam<DiesAt> {
+ protected:
+  void SetUp() override {
+    if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
+  }
+};
+
+/// The routes of `loser` name an expert of rank `lost`.
+void route_to_lost(RegroupingRank& rank, int loser, int lost) {
+  Group& group = rank.group();
+  const bool mine = group.rank() == loser;
+  if (mine) {
+    std::vector<std::int64_t> ids(static_cast<std::size_t>(rank.mine().tokens *
+                                                           rank.mine().shape.topk), -1);
+    ids.back() = lost * group.local_experts();
+    rank.copier().put(rank.mine().routes.data(), ids);
+  }
+  need_error(mine ? ErrorKind::invalid_argument : ErrorKind::peer_failed,
+             "a route to a lost rank was taken",
+             [&] { (void)group.plan(rank.mine().routes_view()); }, loser);
+}
+
+/// A plan of the epoch before, in calls and in a graph.
+class OldPlan {
+ public:
+  OldPlan(RegroupingRank& rank, cudaStream_t raw, Stream& stream) : rank_(rank), stream_(stream) {
+    plan_ = rank.group().plan(rank.mine().routes_view());
+    (void)rank.group().dispatch(rank.mine().x_view(), plan_, {});
+    graph_.emplace(raw, [this] { got_ = dispatch(); });
+  }
+  void check_refused() {
+    need_error(ErrorKind::invalid_argument, "an old plan was taken", [&] { (void)dispatch(); });
+    graph_->run();
+    need_error(ErrorKind::invalid_argument, "an old plan was taken in a graph",
+               [&] { rank_.group().barrier(); });
+    rank_.group().barrier();
+  }
+
+ private:
+  Received dispatch() {
+    DispatchOptions options;
+    options.stream = &stream_;
+    return rank_.group().dispatch(rank_.mine().x_view(), plan_, options);
+  }
+  RegroupingRank& rank_;
+  Stream& stream_;
+  Plan plan_{};
+  Received got_{};
+  std::optional<Graph> graph_{};
+};
+
+/// One after the other, at this stage.
+TEST_P(EngineRegroup, TheOthersGoOnWithoutRanksThatDie) {
+  const auto times = shared_times(2);
+  const auto problems = run_losses(
+      kRegroupRanks, {1, 0},
+      [&](Bootstrap& bootstrap) {
+        RegroupingRank rank(bootstrap, kRegroupSeed);
+        const ferry::GroupView first = rank.lose(1, GetParam(), *times[0]);
+        need(first.epoch == 2 && first.ranks == std::vector<int>{0, 2, 3} &&
+                 first.lost == std::vector<int>{1} && first.step == 0,
+             "another view");
+        rank.replay_after(*times[0]);
+        need(!rank.group().commit(7), "a process waits");
+        need(rank.group().view().step == 7, "the step is not committed");
+        need_error(ErrorKind::invalid_argument, "an old step was committed",
+                   [&] { (void)rank.group().commit(7); });
+        const ferry::GroupView second = rank.lose(0, GetParam(), *times[1]);
+        need(second.epoch == 3 && second.ranks == std::vector<int>{2, 3} && second.step == 7,
+             "another view");
+        rank.replay_after(*times[1]);
+      },
+      100);
+  for (const std::string& problem : problems) ADD_FAILURE() << problem;
+}
+
+INSTANTIATE_TEST_SUITE_P(Stages, EngineRegroup, ::testing::ValuesIn(kDeaths),
+                         [](const auto& at) { return std::string(name_of(at.param)); });
+
+class EngineRegroupRefusals : public EngineRegroup {};
+
+TEST_F(EngineRegroupRefusals, PlansAndRoutesOfLostRanksAreRefused) {
+  const auto times = shared_times(1);
+  const auto problems = run_losses(
+      3, {1},
+      [&](Bootstrap& bootstrap) {
+        RegroupingRank rank(bootstrap, kRegroupSeed + 1);
+        OwnStream own(rank.mine().device.index);
+        OldPlan old(rank, own.raw, own.stream);
+        rank.lose(1, DiesAt::flight, *times[0]);
+        old.check_refused();
+        route_to_lost(rank, 2, 1);
+        rank.group().barrier();
+      },
+      100);
+  for (const std::string& problem : problems) ADD_FAILURE() << problem;
+}
+
+/// Nobody has died: all come along.
+TEST_F(EngineRegroupRefusals, AGroupOfWhichNobodyIsLostGoesOn) {
+  const auto problems = run_ranks(
+      3, 1,
+      [&](Bootstrap& bootstrap) {
+        RegroupingRank rank(bootstrap, kRegroupSeed + 2);
+        const ferry::GroupView view = rank.group().regroup();
+        need(view.epoch == 2 && view.ranks.size() == 3 && view.lost.empty(), "another view");
+        rank.step();
+        rank.replay();
+      },
+      100);
+  for (const std::string& problem : problems) ADD_FAILURE() << problem;
+}
+
+TEST_F(EngineRegroupRefusals, AGroupWithALatencyExchangeIsRefused) {
+  on_ranks(2, false, config_for({}), [&](Seat& seat) {
+    LatencyExchange latency(seat.group, latency_config({}, false));
+    need_error(ErrorKind::unsupported, "a group with a latency exchange has regrouped",
+               [&] { (void)seat.group.regroup(); });
+    seat.group.barrier();
+    seat.meet();
+  });
+}
+
+}  // namespace
+}  // namespace ferry::test

@@ -1,0 +1,225 @@
+// Ranks in processes that exchange through the CUDA engine, plainly and by a graph, while some are
+// killed; the others regroup and go on.
+#pragma once
+#include <signal.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <new>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine_graph.hpp"
+#include "engine_seat.hpp"
+
+namespace ferry::test {
+
+/// Where a rank kills itself. `flight`: its dispatch is on its way; `replay`: in place of a replay
+/// of the graph.
+enum class DiesAt { plan, dispatch, flight, combine, after, replay };
+inline constexpr std::array kDeaths = {DiesAt::plan,    DiesAt::dispatch, DiesAt::flight,
+                                       DiesAt::combine, DiesAt::after,    DiesAt::replay};
+inline const char* name_of(DiesAt at) {
+  constexpr const char* kNames[] = {"plan", "dispatch", "flight", "combine", "after", "replay"};
+  return kNames[static_cast<int>(at)];
+}
+
+/// When what happened, in ns; shared by the processes.
+struct LossTimes {
+  static constexpr int kRanks = 16;
+  std::atomic<std::int64_t> killed{0};
+  struct Survivor {
+    std::atomic<std::int64_t> failed{0}, regrouped{0}, exchanged{0}, replayed{0};
+  };
+  std::array<Survivor, kRanks> ranks{};
+};
+/// For as long as the program runs.
+inline std::vector<LossTimes*> shared_times(std::size_t count) {
+  void* memory = mmap(nullptr, count * sizeof(LossTimes), PROT_READ | PROT_WRITE,
+                      MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  need(memory != MAP_FAILED, "mmap");
+  std::vector<LossTimes*> all;
+  for (std::size_t i = 0; i < count; ++i) {
+    all.push_back(new (static_cast<LossTimes*>(memory) + i) LossTimes());
+  }
+  return all;
+}
+inline std::int64_t time_now() {
+  return std::chrono::steady_clock::now().time_since_epoch().count();
+}
+
+/// Tokens of the ranks that are left alone, to experts of theirs alone.
+inline World world_of(const std::vector<int>& left, int ranks, const Shape& shape,
+                      std::uint64_t seed) {
+  World world(ranks, shape, seed);
+  const std::int64_t each = shape.experts / ranks;
+  need(each * ranks == shape.experts, "as many experts for each rank");
+  for (int r = 0; r < ranks; ++r) {
+    Sent& sent = world.inputs[static_cast<std::size_t>(r)];
+    if (!std::binary_search(left.begin(), left.end(), r)) {
+      sent = {};
+      continue;
+    }
+    for (std::int64_t& id : sent.topk_idx) {
+      if (id < 0) continue;
+      const auto at = static_cast<std::size_t>(id) % left.size();
+      id = left[at] * each + id % each;
+    }
+  }
+  return world;
+}
+
+class RegroupingRank {
+ public:
+  static Shape shape_of(int ranks) {
+    return {.tokens = 203, .hidden = 1024, .experts = 3 * ranks, .dtype = Dtype::f32};
+  }
+  static constexpr std::int64_t kMostRows = 1700;
+
+  RegroupingRank(Bootstrap& bootstrap, std::uint64_t seed)
+      : shape_(shape_of(bootstrap.size())),
+        seed_(seed),
+        device_(take_gpu(bootstrap)),
+        group_(borrowed(bootstrap), roomy(config_for(shape_))),
+        own_(device_),
+        world_(bootstrap.size(), shape_, seed),
+        mine_(world_.sent(group_.rank()), shape_, device_, copier_) {
+    step();
+    trip_.max_recv_rows = kMostRows;
+    graph_.emplace(own_.raw, [this] { exchange_in_graph(); });
+    bootstrap.all_gather({}, 60s);
+    replay();
+    group_.barrier();
+    bytes_ = group_.memory();
+  }
+
+  Group& group() { return group_; }
+  const OnGpu& mine() const { return mine_; }
+  const Copier& copier() const { return copier_; }
+
+  /// An exchange of each order, all checked; this rank dies in it, if it is to.
+  void step(std::optional<DiesAt> death = {}, LossTimes* times = nullptr) {
+    const auto at = [&](DiesAt now) { die_at(now, death, times); };
+    for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
+      Trip trip{.order = order, .alignment = order == RowOrder::expert_major ? 8 : 1};
+      at(DiesAt::plan);
+      const Plan plan = group_.plan(mine_.routes_view());
+      at(DiesAt::dispatch);
+      trip.stream = &own_.stream;
+      const Received got = group_.dispatch(mine_.x_view(), plan, dispatch_options(mine_, trip));
+      at(DiesAt::flight);
+      got.event.wait(60s);
+      check_received(world_, group_.rank(), trip, got, copier_);
+      at(DiesAt::combine);
+      const Combined sums = group_.combine(got.x, plan, combine_options(got, trip));
+      sums.event.wait(60s);
+      check_combined(world_, group_.rank(), trip, sums, copier_);
+      at(DiesAt::after);
+    }
+  }
+
+  /// The graph's exchange: plan, dispatch and combine.
+  void replay() {
+    graph_->run();
+    group_.barrier();  // throws how it ended
+    check_received(world_, group_.rank(), trip_, in_graph_, copier_);
+    check_combined(world_, group_.rank(), trip_, sums_in_graph_, copier_);
+  }
+
+  /// Exchanges until the victim has died, then goes on without it.
+  ferry::GroupView lose(int victim, DiesAt death, LossTimes& times) {
+    const bool dies = group_.rank() == victim;
+    const auto error = error_of([&] {
+      for (int i = 0; i < 2000; ++i) {
+        if (death == DiesAt::replay) {
+          if (dies && i == 2) die_at(death, death, &times);
+          replay();
+        } else {
+          step(dies && i == 2 ? std::optional(death) : std::nullopt, &times);
+        }
+      }
+    });
+    LossTimes::Survivor& here = times.ranks[static_cast<std::size_t>(group_.rank())];
+    here.failed.store(time_now());
+    need(error.has_value(), "exchanges went on without rank " + std::to_string(victim));
+    need(error->kind() == ErrorKind::peer_failed && error->peer() == victim, error->what());
+    const ferry::GroupView view = group_.regroup();
+    here.regrouped.store(time_now());
+    need(!std::binary_search(view.ranks.begin(), view.ranks.end(), victim), "the victim is there");
+    world_ = world_of(view.ranks, group_.size(), shape_, seed_ + view.epoch);
+    mine_.fill(world_.sent(group_.rank()), copier_);
+    group_.barrier();
+    step();
+    here.exchanged.store(time_now());
+    return view;
+  }
+
+  /// By the graph that was captured when all ranks were there.
+  void replay_after(LossTimes& times) {
+    for (int i = 0; i < 3; ++i) {
+      replay();
+      if (i == 0) {
+        times.ranks[static_cast<std::size_t>(group_.rank())].replayed.store(time_now());
+      }
+    }
+    const MemoryStats now = group_.memory();
+    need(now.arena_bytes == bytes_.arena_bytes && now.control_bytes == bytes_.control_bytes,
+         "memory was registered");
+  }
+
+ private:
+  /// Also for what is not handed out as long as a lost rank may write there.
+  static GroupConfig roomy(GroupConfig config) {
+    config.memory_bytes = std::size_t{64} << 20;
+    return config;
+  }
+  static void die_at(DiesAt now, std::optional<DiesAt> death, LossTimes* times) {
+    if (death != now) return;
+    times->killed.store(time_now());
+    raise(SIGKILL);
+  }
+
+  void exchange_in_graph() {
+    trip_.stream = &own_.stream;
+    const Plan plan = group_.plan(mine_.routes_view(), {.stream = &own_.stream});
+    in_graph_ = group_.dispatch(mine_.x_view(), plan, dispatch_options(mine_, trip_));
+    sums_in_graph_ = group_.combine(in_graph_.x, plan, combine_options(in_graph_, trip_));
+  }
+
+  Shape shape_;
+  std::uint64_t seed_;
+  int device_;
+  Copier copier_{};
+  Group group_;
+  OwnStream own_;
+  World world_;
+  OnGpu mine_;
+  Trip trip_{};
+  Received in_graph_{};
+  Combined sums_in_graph_{};
+  std::optional<Graph> graph_{};
+  MemoryStats bytes_{};
+};
+
+/// Runs ranks in processes of which `victims` are killed; what went wrong but that.
+inline std::vector<std::string> run_losses(int ranks, const std::vector<int>& victims,
+                                           const RankBody& body, int seconds) {
+  std::vector<std::string> problems = run_ranks(ranks, 1, body, seconds);
+  for (const int victim : victims) {
+    const std::string killed =
+        "rank " + std::to_string(victim) + ": its process ended before it did";
+    const auto found = std::find(problems.begin(), problems.end(), killed);
+    if (found == problems.end()) {
+      problems.push_back("rank " + std::to_string(victim) + " was not killed");
+    } else {
+      problems.erase(found);
+    }
+  }
+  return problems;
+}
+
+}  // namespace ferry::test
