@@ -315,8 +315,9 @@ class Group {
   /// keep their numbers, experts and tensors. Waits for each rank that may still come, at most one
   /// deadline. Throws Error(evicted) on a rank that the others went on without, and
   /// Error(deadline) when ranks are missing that may still run and the others are no majority; the
-  /// group then stays failed. Throws Error(unsupported) unless the backend is host and the ranks,
-  /// at most 256, share memory (fabric local or shm, one domain) or libfabric joins their domains.
+  /// group then stays failed. Throws Error(unsupported) unless the ranks, at most 256, share memory
+  /// (fabric local or shm, one domain; on GPUs the group must have had no latency exchange), or the
+  /// backend is host and libfabric joins their domains.
   /// Takes in processes that wait for places of lost ranks (GroupConfig::elastic).
   GroupView regroup();
   /// Collective. Returns when every rank has called it with this step, so that each has what it

@@ -511,8 +511,9 @@ class Group:
         Waits for each rank that may still come, at most one deadline. Raises `EvictedError` on a
         rank that the others went on without, and `DeadlineExceededError` when ranks are missing
         that may still run and the others are no majority; the group then stays failed. Raises
-        `UnsupportedError` unless the backend is host and the ranks, at most 256, share memory (one
-        domain) or libfabric joins their domains.
+        `UnsupportedError` unless the ranks, at most 256, share memory (one domain; on GPUs the
+        group must have had no latency exchange), or the backend is host and libfabric joins their
+        domains. On GPUs it waits until the group's kernels have ended; graphs stay valid.
         """
         return self._raw.regroup()
 

@@ -130,7 +130,9 @@ void check_elastic(const GroupConfig& config) {
            "a name of at most " + to_string(kMostName) + " bytes");
   }
   if (!config.elastic.empty() && config.backend == Backend::cuda) {
-    refuse("Group", "elastic", "a name with backend cuda", "backend host, or no name");
+    throw Error(ErrorKind::unsupported,
+                "Group: elastic: processes cannot take the places of lost ranks on GPUs; expected "
+                "backend host, or no name: the ranks that are left go on by regroup");
   }
   constexpr std::size_t kMostPath = 1000;
   if (config.arbiter.size() > kMostPath || config.arbiter.find('\0') != std::string::npos) {
