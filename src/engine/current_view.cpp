@@ -43,8 +43,8 @@ void CurrentView::begin(const Epoch& next, std::vector<int> joined) {
 std::optional<Error> CurrentView::refusal_of(std::uint64_t step) const {
   const std::string got = "commit: step: got " + std::to_string(step) + ", expected ";
   if (step <= this->step()) {
-    return Error(ErrorKind::invalid_argument, got + "more than " + std::to_string(this->step()) +
-                                                  ", which is committed");
+    return Error(ErrorKind::invalid_argument,
+                 got + "more than " + std::to_string(this->step()) + ", which is committed");
   }
   if (step == std::numeric_limits<std::uint64_t>::max()) {  // a vault numbers it plus 1
     return Error(ErrorKind::invalid_argument, got + "less");

@@ -52,8 +52,8 @@ class Regroup {
   bool lost_may_write() const;
   /// Regions that were held back are free again if none can.
   void free_held() const;
-  /// Processes of this group use GPUs, whose driver takes them apart long after they were killed: who
-  /// is being ended is suspected, which needs a majority without it, and is proven dead later.
+  /// Processes of this group use GPUs, whose driver takes them apart long after they were killed:
+  /// who is being ended is suspected, which needs a majority without it, and is proven dead later.
   void suspect_ending() { suspects_ending_ = true; }
 
  private:
@@ -115,16 +115,16 @@ class Regroup {
   std::uint64_t bell_seen_ = 0;            // when `one_waits` last looked
   bool one_waits_ = false;                 // then
   bool suspects_ending_ = false;
-  std::vector<std::uint64_t> heard_;       // [R]: the number of the text read last
-  std::vector<Said> said_;                 // [R]: that text
-  protocol::Epoch left_epoch_ = 0;  // in which nothing is put any more, as far ranks were told
-  Member::Seats ended_{};           // of this domain, as the far ranks were told
-  std::uint64_t published_ = 0;     // the statement's number
-  std::uint64_t deaths_ = 0;        // told by the kernel before the last poll
-  Clock::time_point polled_{};      // at the processes
-  Clock::time_point heard_at_{};    // when anybody last said something new
-  Clock::time_point ran_{};         // when this rank last asked whether anybody is late
-  Clock::time_point timeout_{};     // until when silence is no reason to suspect
+  std::vector<std::uint64_t> heard_;  // [R]: the number of the text read last
+  std::vector<Said> said_;            // [R]: that text
+  protocol::Epoch left_epoch_ = 0;    // in which nothing is put any more, as far ranks were told
+  Member::Seats ended_{};             // of this domain, as the far ranks were told
+  std::uint64_t published_ = 0;       // the statement's number
+  std::uint64_t deaths_ = 0;          // told by the kernel before the last poll
+  Clock::time_point polled_{};        // at the processes
+  Clock::time_point heard_at_{};      // when anybody last said something new
+  Clock::time_point ran_{};           // when this rank last asked whether anybody is late
+  Clock::time_point timeout_{};       // until when silence is no reason to suspect
 };
 
 }  // namespace ferry::engine

@@ -23,14 +23,15 @@ void route_to_lost(RegroupingRank& rank, int loser, int lost) {
   Group& group = rank.group();
   const bool mine = group.rank() == loser;
   if (mine) {
-    std::vector<std::int64_t> ids(static_cast<std::size_t>(rank.mine().tokens *
-                                                           rank.mine().shape.topk), -1);
+    std::vector<std::int64_t> ids(
+        static_cast<std::size_t>(rank.mine().tokens * rank.mine().shape.topk), -1);
     ids.back() = lost * group.local_experts();
     rank.copier().put(rank.mine().routes.data(), ids);
   }
-  need_error(mine ? ErrorKind::invalid_argument : ErrorKind::peer_failed,
-             "a route to a lost rank was taken",
-             [&] { (void)group.plan(rank.mine().routes_view()); }, loser);
+  need_error(
+      mine ? ErrorKind::invalid_argument : ErrorKind::peer_failed,
+      "a route to a lost rank was taken", [&] { (void)group.plan(rank.mine().routes_view()); },
+      loser);
 }
 
 /// A plan of the epoch before, in calls and in a graph.

@@ -58,8 +58,8 @@ struct CallRecord final : Use {
   std::shared_ptr<const void> fails_in{};    ///< pinned, if `failure` is not in the slot
   std::uint64_t generation = 0;              ///< of the call, if the CPU knows it, else 0
   const std::uint64_t* dead_then = nullptr;  ///< pinned, else: LocalWords::failed at its end
-  std::vector<engine::Region> granted{};             ///< where peers may write in this call
-  std::shared_ptr<const EpochEnd> epoch{};           ///< in which it was made
+  std::vector<engine::Region> granted{};     ///< where peers may write in this call
+  std::shared_ptr<const EpochEnd> epoch{};   ///< in which it was made
   std::vector<std::shared_ptr<CallRecord>> needs{};  ///< earlier calls whose routes it uses
   /// Of a dispatch: its plan's call, and pinned why that was refused.
   std::shared_ptr<CallRecord> plan{};

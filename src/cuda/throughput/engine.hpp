@@ -241,9 +241,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   std::vector<std::shared_ptr<CallRecord>> untold_;  // refused, and nobody has asked
   std::vector<std::weak_ptr<CallRecord>> captured_;  // of graphs; guarded by turn_
 
-  std::mutex wire_mutex_;  // the table, aux_
-  std::shared_ptr<std::byte>
-      staging_{};  // pinned: for writing, for reading, for what says dead
+  std::mutex wire_mutex_;                 // the table, aux_
+  std::shared_ptr<std::byte> staging_{};  // pinned: for writing, for reading, for what says dead
   mutable std::mutex latency_mutex_;
   struct LatencySegment {
     fabric::Segment memory{};

@@ -108,8 +108,8 @@ Error lost_route(const CudaEngine& engine, const CallRecord& record, const char*
                               to_string(engine.epoch()) + " of the group";
   if (context.peer == context.rank) {
     return Error(ErrorKind::invalid_argument,
-                 std::string(record.routes_of) + ": topk_idx: got " + experts + "; expected those of " +
-                     spell_ranks(engine.group_view().ranks) + ", or -1",
+                 std::string(record.routes_of) + ": topk_idx: got " + experts +
+                     "; expected those of " + spell_ranks(engine.group_view().ranks) + ", or -1",
                  context);
   }
   return Error(ErrorKind::peer_failed,

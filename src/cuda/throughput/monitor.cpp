@@ -47,8 +47,8 @@ void CudaEngine::write_control(const void* from, std::size_t offset, std::size_t
   const OnDevice here(device().index);
   std::scoped_lock lock(wire_mutex_);
   std::memcpy(staging_.get(), from, bytes);
-  check(cudaMemcpyAsync(parts_.control.data + offset, staging_.get(), bytes,
-                        cudaMemcpyHostToDevice, aux_),
+  check(cudaMemcpyAsync(parts_.control.data + offset, staging_.get(), bytes, cudaMemcpyHostToDevice,
+                        aux_),
         "cudaMemcpyAsync");
   wait_aux(config_.deadline);
 }

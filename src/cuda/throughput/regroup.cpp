@@ -1,7 +1,6 @@
 // A change of the membership, in place (engine/regroup.hpp): the calls of the epoch end, the ranks
 // that are left agree, then this GPU's words are those of the next epoch. Its memory, and graphs
 // that were captured, stay.
-#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <string>
@@ -13,10 +12,13 @@
 #include "cuda/runtime/event.hpp"
 #include "cuda/throughput/engine.hpp"
 #include "engine/aside.hpp"
+#include "protocol/device_epoch.hpp"
 
 namespace ferry::cuda {
 
 using namespace std::chrono_literals;
+
+static_assert(protocol::DeviceEpochTraits::kUnderWay == kMailboxDepth);
 
 namespace {
 
@@ -62,8 +64,9 @@ void CudaEngine::check_may_regroup() const {
   }
   std::scoped_lock lock(latency_mutex_);
   if (!latency_segments_.empty()) {
-    refuse("this group, with backend cuda, has had latency exchanges, whose memory belongs to its "
-           "first epoch; make them in another group");
+    refuse(
+        "this group, with backend cuda, has had latency exchanges, whose memory belongs to its "
+        "first epoch; make them in another group");
   }
 }
 
@@ -87,13 +90,13 @@ void CudaEngine::end_calls() {
                            " did not end within the deadline, so its calls may still run; call "
                            "regroup again";
   if (!drain(config_.deadline)) {
-    throw Error(ErrorKind::deadline, late, {rank(), rank(), "regroup", channel_.generation(), 0, 0});
+    throw Error(ErrorKind::deadline, late,
+                {rank(), rank(), "regroup", channel_.generation(), 0, 0});
   }
   // Of replays of graphs the group knows nothing.
   if (has_graphs_) await_device(device().index, config_.deadline, late);
   if (words_.failed()) (void)fatal_error();
-  // Of a dispatch that posts its head while its plan runs, two calls are under way.
-  channel_.count(std::max(ended_calls() + 2, calls_));
+  channel_.count(protocol::DeviceEpoch<>::newest_used(ended_calls(), calls_));
 }
 
 /// Learns how the calls of the epoch have ended, all of which have.
@@ -159,8 +162,8 @@ Held CudaEngine::take_unwritten(std::size_t bytes, const User& user, Pieces piec
   constexpr auto kMost = 1s;  // after so long the lost process is no killed one: it may run on
   const auto until = std::chrono::steady_clock::now() + kMost;
   for (;;) {
-    Held held = pieces == Pieces::idle ? gpu().take_idle(bytes, user)
-                                       : gpu().take_registered(bytes, user);
+    Held held =
+        pieces == Pieces::idle ? gpu().take_idle(bytes, user) : gpu().take_registered(bytes, user);
     if (held && quarantine_.keeps(held)) {
       // It goes back by another thread, when the stream may be gone.
       gpu().settle(held, gpu().events()->record(gpu().own().stream));

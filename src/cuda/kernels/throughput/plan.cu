@@ -116,8 +116,8 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ unsigned long long bad;
   __shared__ std::byte* control_of_warp[kWarps];  // registers are short
   std::byte* control = first_control(p.group);
-  const bool hole =
-      static_cast<int>(threadIdx.x) < p.group.ranks && is_hole(p.group, static_cast<int>(threadIdx.x));
+  const bool hole = static_cast<int>(threadIdx.x) < p.group.ranks &&
+                    is_hole(p.group, static_cast<int>(threadIdx.x));
   await_kernel_before();
   ask_for_routes<kWords, Id>(p, shape.width);
   // As begin_call, with the first work under the way of these two words.

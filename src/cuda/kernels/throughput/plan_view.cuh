@@ -5,6 +5,7 @@
 
 #include "cuda/kernels/base/wait.cuh"
 #include "cuda/kernels/throughput/kernels.hpp"
+#include "protocol/device_epoch.hpp"
 
 namespace ferry::cuda::device {
 
@@ -24,7 +25,7 @@ __device__ __forceinline__ const std::uint64_t* state_of(const PlanView& plan) {
 /// Whether a plan holds what it is asked for: its state is the generation in which that was made,
 /// which must be of this epoch; 0: it was refused.
 __device__ __forceinline__ bool holds(const GroupView& group, std::uint64_t state) {
-  return state > load_relaxed(&local_words(group)->before);
+  return protocol::DeviceEpoch<>::holds(state, load_relaxed(&local_words(group)->before));
 }
 __device__ __forceinline__ bool holds(const GroupView& group, const PlanView& plan) {
   return holds(group, load_relaxed(state_of(plan)));
