@@ -142,6 +142,7 @@ class GpuSearch {
     if (rank.posted != rank.ended && !early) return;
     if (plans(rank, generation) || r == kLostGpu) return put(state, r, generation, -1);
     for (const bool graph : {false, true}) {
+      if (graph && r != 0) continue;  // one rank has graphs: fewer states
       const int piece = piece_for(state, r, graph);
       if (piece >= 0) put(state, r, generation, piece);
     }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <thread>
 #include <utility>
 
 #include "core/check.hpp"
@@ -12,6 +13,7 @@
 #include "cuda/kernels/base/group_view.hpp"
 #include "cuda/runtime/event.hpp"
 #include "cuda/throughput/exchange.hpp"
+#include "cuda/throughput/regroup.hpp"
 #include "engine/regions.hpp"
 
 namespace ferry::cuda {
@@ -235,6 +237,24 @@ std::optional<std::vector<Held>> CudaEngine::take_registered(Launch& launch,
   return std::nullopt;
 }
 
+/// A piece of registered memory to which no lost rank writes; nothing: there is none.
+Held CudaEngine::take_unwritten(std::size_t bytes, const User& user, Pieces pieces) {
+  constexpr auto kMost = 1s;  // after so long the lost process is no killed one: it may run on
+  const auto until = std::chrono::steady_clock::now() + kMost;
+  for (;;) {
+    Held held =
+        pieces == Pieces::idle ? gpu().take_idle(bytes, user) : gpu().take_registered(bytes, user);
+    if (held && quarantine_.keeps(held)) {
+      // It goes back by another thread, when the stream may be gone.
+      gpu().settle(held, gpu().events()->record(gpu().own().stream));
+      continue;
+    }
+    if (held || quarantine_.empty() || std::chrono::steady_clock::now() >= until) return held;
+    std::this_thread::sleep_for(1ms);
+    if (config_.on_wait) config_.on_wait();
+  }
+}
+
 Tensor CudaEngine::local_tensor(Launch& launch, const Extents& shape, Dtype dtype) {
   Held held = gpu().take_local(checked_bytes("result", "shape", shape, dtype), launch.user());
   launch.outlives(held.owner);
@@ -302,6 +322,31 @@ void CudaEngine::barrier() {
   launch.enter(parameters.call);
   launch.run(launch_barrier(parameters, launch.stream()), "launch_barrier");
   finish("barrier", launch.finish());
+}
+
+bool CudaEngine::commit(std::uint64_t step) {
+  const std::optional<Error> refusal = now_.refusal_of(step);
+  Launch launch(*this, "commit", nullptr);
+  BarrierParameters parameters;
+  parameters.group = view_;
+  parameters.call.kind = CallKind::commit;
+  parameters.call.commit.step = step;
+  parameters.failure = launch.record()->failure;
+  launch.enter(parameters.call);
+  launch.run(launch_barrier(parameters, launch.stream()), "launch_barrier");
+  try {
+    finish("commit", launch.finish());
+  } catch (const Error& error) {
+    if (refusal && error.kind() == ErrorKind::mismatch) throw *refusal;
+    throw;
+  }
+  if (refusal) throw *refusal;  // on all ranks alike: they have the same step
+  now_.commit(step);
+  return false;  // no process can take the place of a lost rank
+}
+
+ferry::GroupView CudaEngine::regroup() {
+  return EpochChange(*this).run();
 }
 
 MemoryStats CudaEngine::memory() const {

@@ -171,14 +171,9 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
 
  private:
   friend class Launch;
+  friend class EpochChange;
   void throw_untold(const char* call);
-  void check_may_regroup() const;
-  std::unique_lock<std::timed_mutex> take_turn(const char* call);
-  void end_calls();
-  void end_flights();
   void note_end(CallRecord& record);
-  engine::Regroup& membership();
-  void begin_epoch(const engine::Epoch& next);
   void free_held();
   Held take_unwritten(std::size_t bytes, const User& user, Pieces pieces);
   /// In its control segment: takes what is stored for lost ranks.

@@ -101,11 +101,12 @@ Error latency_refusal(const CallRecord& record, const Failure& failure, int self
                context);
 }
 
-/// `who`, as in the context, was given experts of a rank that is lost.
-Error lost_route(const CudaEngine& engine, const CallRecord& record, const char* stage, int lost,
+/// The peer was given experts of a rank that is lost.
+Error lost_route(const CudaEngine& engine, const CallRecord& record, const Failure& failure,
                  const ErrorContext& context) {
-  const std::string experts = "experts of rank " + to_string(lost) + ", which is not in epoch " +
-                              to_string(engine.epoch()) + " of the group";
+  const std::string experts = "experts of rank " + to_string(failure.detail - kLostRoute) +
+                              ", which is not in epoch " + to_string(engine.epoch()) +
+                              " of the group";
   if (context.peer == context.rank) {
     return Error(ErrorKind::invalid_argument,
                  std::string(record.routes_of) + ": topk_idx: got " + experts +
@@ -113,8 +114,8 @@ Error lost_route(const CudaEngine& engine, const CallRecord& record, const char*
                  context);
   }
   return Error(ErrorKind::peer_failed,
-               std::string(stage) + ": rank " + to_string(context.peer) + " was given " + experts +
-                   "; nothing was sent",
+               std::string(context.stage) + ": rank " + to_string(context.peer) + " was given " +
+                   experts + "; nothing was sent",
                context);
 }
 
@@ -188,10 +189,7 @@ Error refusal(const CudaEngine& engine, const CallRecord& record, const Failure&
                        "; nothing was sent",
                    context);
     case Reason::bad_route: {
-      if (const auto detail = static_cast<unsigned long long>(failure.detail);
-          detail >= kLostRoute) {
-        return lost_route(engine, record, stage, static_cast<int>(detail - kLostRoute), context);
-      }
+      if (failure.detail >= kLostRoute) return lost_route(engine, record, failure, context);
       const std::string at =
           "[" + to_string(failure.detail / 64) + ", " + to_string(failure.detail % 64) + "]";
       if (peer == self) {

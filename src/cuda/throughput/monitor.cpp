@@ -233,6 +233,16 @@ void CudaEngine::look_after_peers() {
   if (channel_.dead()) words_.raise_abort();
 }
 
+/// Asked by the monitor: whether the processes of the lost ranks have ended by now.
+void CudaEngine::free_held() {
+  // After a further failure the next epoch says what is held.
+  if (!held_ || words_.failed() || channel_.dead() || regroup_->lost_may_write()) return;
+  const std::uint64_t none = 0;
+  write_control(&none, parts_.layout.local + offsetof(LocalWords, held), sizeof(none));
+  held_ = false;
+  quarantine_.end();
+}
+
 void CudaEngine::monitor() {
   constexpr std::uint64_t kTickNs = 20'000'000;
   // A death ends the sleep early, and a peer that calls regroup.

@@ -16,7 +16,7 @@ inline constexpr int kMaxSegments = 64;
 /// Ranks of one NVLink domain.
 inline constexpr int kMaxDomain = 72;
 /// detail of a bad route: not a place of topk_idx, but this and a lost rank, whose expert it names.
-inline constexpr unsigned long long kLostRoute = 1ull << 62;
+inline constexpr std::int64_t kLostRoute = std::int64_t{1} << 62;
 /// In so many equal parts of its tokens, at most, a source tells which of its rows have come.
 inline constexpr int kProgressParts = 16;
 /// Blocks of a dispatch, at most: each has a flag of its own at every peer.

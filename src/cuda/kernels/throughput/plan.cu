@@ -116,8 +116,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ unsigned long long bad;
   __shared__ std::byte* control_of_warp[kWarps];  // registers are short
   std::byte* control = first_control(p.group);
-  const bool hole = static_cast<int>(threadIdx.x) < p.group.ranks &&
-                    is_hole(p.group, static_cast<int>(threadIdx.x));
+  const bool hole = has_hole(p.group);
   await_kernel_before();
   ask_for_routes<kWords, Id>(p, shape.width);
   // As begin_call, with the first work under the way of these two words.
@@ -142,7 +141,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   const bool last = threadIdx.x == kThreads - 1;  // of a warp that posts nothing
   count_and_place<kWords, Id>(p, shape, work, &bad);
-  if (hole && work.totals[threadIdx.x] > 0) atomicMin(&bad, kLostRoute | threadIdx.x);
+  if (hole) blame_lost(work, &bad);
   __syncthreads();
   post_entry(
       p.group, control_of_warp[threadIdx.x / 32], generation, p.call,

@@ -9,6 +9,17 @@ namespace ferry::cuda::plan {
 
 using namespace device;
 
+/// One thread of the first of the block: whether the rank of its number is lost.
+__device__ __forceinline__ bool has_hole(const GroupView& group) {
+  const int peer = static_cast<int>(threadIdx.x);
+  return peer < group.ranks && is_hole(group, peer);
+}
+/// The same thread then, once all are counted: no route may name that rank's experts.
+__device__ __forceinline__ void blame_lost(const Workplace& work, unsigned long long* bad) {
+  const auto peer = static_cast<unsigned long long>(threadIdx.x);
+  if (work.totals[peer] > 0) atomicMin(bad, static_cast<unsigned long long>(kLostRoute) + peer);
+}
+
 /// What follows the head: my tokens for each rank, then my slots for each expert of the peer.
 struct CountBody {
   const std::int32_t* totals;
