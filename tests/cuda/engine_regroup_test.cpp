@@ -11,7 +11,7 @@ namespace {
 constexpr std::uint64_t kRegroupSeed = 20261127;
 constexpr int kRegroupRanks = 4;
 
-class EngineRegroup : public ::testing::TestWithParam<DiesAt> {
+class EngineRegroup : public ::testing::TestWithParam<std::pair<DiesAt, DiesAt>> {
  protected:
   void SetUp() override {
     if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
@@ -63,14 +63,14 @@ class OldPlan {
   std::optional<Graph> graph_{};
 };
 
-/// One after the other, at this stage.
+/// One after the other, at these stages.
 TEST_P(EngineRegroup, TheOthersGoOnWithoutRanksThatDie) {
   const auto times = shared_times(2);
   const auto problems = run_losses(
       kRegroupRanks, {1, 0},
       [&](Bootstrap& bootstrap) {
         RegroupingRank rank(bootstrap, kRegroupSeed);
-        const ferry::GroupView first = rank.lose(1, GetParam(), *times[0]);
+        const ferry::GroupView first = rank.lose(1, GetParam().first, *times[0]);
         need(first.epoch == 2 && first.ranks == std::vector<int>{0, 2, 3} &&
                  first.lost == std::vector<int>{1} && first.step == 0,
              "another view");
@@ -79,7 +79,7 @@ TEST_P(EngineRegroup, TheOthersGoOnWithoutRanksThatDie) {
         need(rank.group().view().step == 7, "the step is not committed");
         need_error(ErrorKind::invalid_argument, "an old step was committed",
                    [&] { (void)rank.group().commit(7); });
-        const ferry::GroupView second = rank.lose(0, GetParam(), *times[1]);
+        const ferry::GroupView second = rank.lose(0, GetParam().second, *times[1]);
         need(second.epoch == 3 && second.ranks == std::vector<int>{2, 3} && second.step == 7,
              "another view");
         rank.replay_after(*times[1]);
@@ -88,8 +88,14 @@ TEST_P(EngineRegroup, TheOthersGoOnWithoutRanksThatDie) {
   for (const std::string& problem : problems) ADD_FAILURE() << problem;
 }
 
-INSTANTIATE_TEST_SUITE_P(Stages, EngineRegroup, ::testing::ValuesIn(kDeaths),
-                         [](const auto& at) { return std::string(name_of(at.param)); });
+INSTANTIATE_TEST_SUITE_P(Stages, EngineRegroup,
+                         ::testing::Values(std::pair(DiesAt::plan, DiesAt::flight),
+                                           std::pair(DiesAt::replay, DiesAt::dispatch),
+                                           std::pair(DiesAt::combine, DiesAt::after)),
+                         [](const auto& at) {
+                           return std::string(name_of(at.param.first)) + "_" +
+                                  name_of(at.param.second);
+                         });
 
 class EngineRegroupRefusals : public EngineRegroup {};
 
@@ -116,6 +122,7 @@ TEST_F(EngineRegroupRefusals, AGroupOfWhichNobodyIsLostGoesOn) {
       3, 1,
       [&](Bootstrap& bootstrap) {
         RegroupingRank rank(bootstrap, kRegroupSeed + 2);
+        bootstrap.all_gather({}, 60s);  // nobody is in a call
         const ferry::GroupView view = rank.group().regroup();
         need(view.epoch == 2 && view.ranks.size() == 3 && view.lost.empty(), "another view");
         rank.step();

@@ -75,6 +75,8 @@ void CountsEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait)
       },
       deadline, on_wait);
   if (plan->counts_known()) return;
+  // Until then it does not say whether it had ended before the group failed.
+  poll([&] { return plan->made->has_ended(); }, deadline, on_wait);
   if (const auto engine = engine_.lock()) {
     check_ended(*engine, *plan->made);
     throw refusal(*engine, *plan->made, plan->counts->failure);

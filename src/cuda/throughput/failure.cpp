@@ -205,12 +205,13 @@ Error refusal(const CudaEngine& engine, const CallRecord& record, const Failure&
                    context);
     }
     case Reason::bad_plan:
-      return Error(ErrorKind::invalid_argument,
-                   std::string(record.call) +
-                       ": plan: got a plan whose own call failed, or whose routes did not come "
-                       "because the dispatch that carried them failed; expected a new plan, or a "
-                       "dispatch that brings its routes",
-                   context);
+      return Error(
+          ErrorKind::invalid_argument,
+          std::string(record.call) +
+              ": plan: got a plan whose own call failed, whose routes did not come "
+              "because the dispatch that carried them failed, or which was made before "
+              "the last regroup; expected a new plan, or a dispatch that brings its routes",
+          context);
     case Reason::bad_counts: return counts_refusal(failure, self);
     default: break;
   }
