@@ -6,8 +6,9 @@ import gc
 import time
 from typing import Any
 
+import pytest
 import torch
-from exchange_case import HIDDEN, Case, same
+from exchange_case import EXPERTS, HIDDEN, Case, same
 
 import ferry
 import ferry.torch as ft
@@ -90,6 +91,34 @@ def results_outlive_the_group(group: ferry.Group) -> Any:
     group.destroy()
     gc.collect()
     same(got.x, case.reference.gathered(case.xs, group.rank))
+
+
+def the_others_go_on_when_a_rank_leaves(group: ferry.Group) -> None:
+    if group.size == 1:
+        return
+    x = torch.full((5, HIDDEN), float(group.rank), device=group.device)
+    every = torch.arange(group.size, device=group.device).repeat(5, 1) * (EXPERTS // group.size)
+    plan = group.plan(every)
+    group.barrier()
+    if group.rank == 0:
+        group.destroy()
+        return
+    with pytest.raises((ferry.PeerLeftError, ferry.PeerFailedError)):
+        group.barrier()
+    view = group.regroup()
+    left = list(range(1, group.size))
+    assert (view.epoch, view.ranks, view.lost) == (2, left, [0])
+    with pytest.raises(ferry.InvalidArgumentError, match="a plan of epoch 1"):
+        group.dispatch(x, plan)
+    # On GPUs the lowest rank that gave such routes is told so, the others of it.
+    with pytest.raises((ferry.InvalidArgumentError, ferry.PeerFailedError), match="of rank 0"):
+        group.plan(every)
+    plan = group.plan(every[:, 1:])
+    got = group.dispatch(x, plan)
+    assert (group.combine(got.x, plan).x == len(left) * group.rank).all()
+    assert not group.commit(3)
+    assert group.view().step == 3
+    group.barrier()
 
 
 def gradients(group: ferry.Group, worst_case: int) -> None:

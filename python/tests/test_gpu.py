@@ -59,6 +59,7 @@ EITHER = (
     bodies.biases_and_own_output,
     bodies.memory_goes_back,
     bodies.results_outlive_the_group,
+    bodies.the_others_go_on_when_a_rank_leaves,
     *quantised_bodies.ALL,
 )
 
