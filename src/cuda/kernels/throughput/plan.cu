@@ -50,7 +50,13 @@ __device__ void tell_counts(const PlanParameters& p, const PlanShape& shape,
 __device__ bool swap_counts(const PlanParameters& p, const PlanShape& shape,
                             std::uint64_t generation, std::int32_t* matrix) {
   Findings mine;
-  for (int s = static_cast<int>(threadIdx.x / 32); s < p.group.ranks; s += kWarps) {
+  const int warp = static_cast<int>(threadIdx.x / 32);
+#pragma unroll 1
+  for (int s = warp; s < p.group.ranks; s += kWarps) {
+    if (holes_of_block()[s]) collect_none(p, shape, s, matrix);
+  }
+  for (int s = warp; s < p.group.ranks; s += kWarps) {
+    if (holes_of_block()[s]) continue;
     mine.there = collect(p, shape, generation, s, matrix, mine);
     if (!mine.there) break;
   }
@@ -116,7 +122,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ unsigned long long bad;
   __shared__ std::byte* control_of_warp[kWarps];  // registers are short
   std::byte* control = first_control(p.group);
-  const bool hole = has_hole(p.group);
+  note_holes(p.group);
   await_kernel_before();
   ask_for_routes<kWords, Id>(p, shape.width);
   // As begin_call, with the first work under the way of these two words.
@@ -141,7 +147,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   const bool last = threadIdx.x == kThreads - 1;  // of a warp that posts nothing
   count_and_place<kWords, Id>(p, shape, work, &bad);
-  if (hole) blame_lost(work, &bad);
+  blame_lost(p.group, work, &bad);
   __syncthreads();
   post_entry(
       p.group, control_of_warp[threadIdx.x / 32], generation, p.call,

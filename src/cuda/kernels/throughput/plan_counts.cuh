@@ -9,15 +9,22 @@ namespace ferry::cuda::plan {
 
 using namespace device;
 
-/// One thread of the first of the block: whether the rank of its number is lost.
-__device__ __forceinline__ bool has_hole(const GroupView& group) {
-  const int peer = static_cast<int>(threadIdx.x);
-  return peer < group.ranks && is_hole(group, peer);
+/// Which ranks are lost: each thread's own number, as registers are short. Shared memory.
+__device__ __forceinline__ bool* holes_of_block() {
+  __shared__ bool holes[kMaxDomain];
+  return holes;
 }
-/// The same thread then, once all are counted: no route may name that rank's experts.
-__device__ __forceinline__ void blame_lost(const Workplace& work, unsigned long long* bad) {
-  const auto peer = static_cast<unsigned long long>(threadIdx.x);
-  if (work.totals[peer] > 0) atomicMin(bad, static_cast<unsigned long long>(kLostRoute) + peer);
+/// Whole block.
+__device__ __forceinline__ void note_holes(const GroupView& group) {
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer < group.ranks) holes_of_block()[peer] = is_hole(group, peer);
+}
+/// Whole block, once all are counted, before a barrier: no route may name a lost rank's experts.
+__device__ __forceinline__ void blame_lost(const GroupView& group, const Workplace& work,
+                                           unsigned long long* bad) {
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer >= group.ranks || !holes_of_block()[peer] || work.totals[peer] == 0) return;
+  atomicMin(bad, static_cast<unsigned long long>(kLostRoute + peer));
 }
 
 /// What follows the head: my tokens for each rank, then my slots for each expert of the peer.
@@ -40,8 +47,21 @@ struct Findings {
   std::int32_t claim = 0;
 };
 
-/// One warp: waits for the counts of source `s`, of which a hole has none; they go to the plan and
-/// to `matrix` [R, R]. Head and counts come in one trip to the memory. False: the group has failed.
+/// One warp: a lost rank has no counts.
+__device__ __forceinline__ void collect_none(const PlanParameters& p, const PlanShape& shape, int s,
+                                             std::int32_t* matrix) {
+  const int ranks = p.group.ranks, local = shape.local_experts(p.group.rank);
+  auto* tokens = reinterpret_cast<std::int32_t*>(p.plan.data + p.plan.layout.rank_tokens);
+  auto* slots = reinterpret_cast<std::int32_t*>(p.plan.data + p.plan.layout.expert_slots);
+  const int lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll 1
+  for (int i = lane; i < ranks; i += 32) tokens[s * ranks + i] = matrix[s * ranks + i] = 0;
+#pragma unroll 1
+  for (int i = lane; i < local; i += 32) slots[s * local + i] = 0;
+}
+
+/// One warp: waits for the counts of source `s`; they go to the plan and to `matrix` [R, R]. Head
+/// and counts come in one trip to the memory. False: the group has failed.
 __device__ __forceinline__ bool collect(const PlanParameters& p, const PlanShape& shape,
                                         std::uint64_t generation, int s, std::int32_t* matrix,
                                         Findings& mine) {
@@ -51,14 +71,6 @@ __device__ __forceinline__ bool collect(const PlanParameters& p, const PlanShape
   auto* tokens = reinterpret_cast<std::int32_t*>(p.plan.data + p.plan.layout.rank_tokens);
   auto* slots = reinterpret_cast<std::int32_t*>(p.plan.data + p.plan.layout.expert_slots);
   const int lane = static_cast<int>(threadIdx.x % 32);
-  if (is_hole(p.group, s)) {
-    for (int i = lane; i < words; i += 32) {
-      const int at = i < ranks ? s * ranks + i : s * local + i - ranks;
-      if (i < ranks) matrix[at] = 0;
-      (i < ranks ? tokens : slots)[at] = 0;
-    }
-    return true;
-  }
   const int head_lane = min(lane % kHeadLanes, kHeadWords - 1);
   const auto* message =
       reinterpret_cast<const std::uint64_t*>(posted_word(p.group, s, generation, 0));
