@@ -1,0 +1,120 @@
+// Regroup where a process is being ended, but has not ended: as killed ones that used a GPU.
+#include <array>
+#include <atomic>
+#include <memory>
+#include <utility>
+
+#include "core/layout.hpp"
+#include "engine/regroup.hpp"
+#include "engine/test_groups.hpp"
+#include "fabric/local/local.hpp"
+
+namespace ferry::engine::test {
+namespace {
+
+/// What the kernel says of each rank's process, for all ranks.
+struct Processes {
+  std::array<std::atomic<bool>, 4> ends{}, ended{};
+};
+
+/// A local fabric whose ranks have such processes.
+class EndingFabric final : public fabric::Fabric {
+ public:
+  EndingFabric(std::unique_ptr<fabric::Fabric> wire, Processes& processes)
+      : wire_(std::move(wire)), processes_(processes) {}
+  std::string_view name() const override { return wire_->name(); }
+  int rank() const override { return wire_->rank(); }
+  int size() const override { return wire_->size(); }
+  fabric::Segment register_memory(std::size_t bytes) override {
+    return wire_->register_memory(bytes);
+  }
+  void attach(int peer, fabric::SegmentId segment, std::size_t bytes,
+              std::span<const std::byte> handle) override {
+    wire_->attach(peer, segment, bytes, handle);
+  }
+  void seal(fabric::SegmentId segment) override { wire_->seal(segment); }
+  void forget(int peer) noexcept override { wire_->forget(peer); }
+  std::byte* pointer(int peer, fabric::SegmentId segment) const noexcept override {
+    return wire_->pointer(peer, segment);
+  }
+  std::size_t bytes(int peer, fabric::SegmentId segment) const noexcept override {
+    return wire_->bytes(peer, segment);
+  }
+  void put(int peer, fabric::Address to, const void* from, std::size_t bytes,
+           std::uint64_t tag) override {
+    wire_->put(peer, to, from, bytes, tag);
+  }
+  void publish(int peer, fabric::Address flag, std::uint64_t value, std::uint64_t bytes,
+               std::uint64_t tag) override {
+    wire_->publish(peer, flag, value, bytes, tag);
+  }
+  fabric::PeerState peer_state(int peer) noexcept override {
+    return processes_.ended[static_cast<std::size_t>(peer)] ? fabric::PeerState::dead
+                                                            : fabric::PeerState::alive;
+  }
+  bool peer_ends(int peer) noexcept override {
+    return processes_.ends[static_cast<std::size_t>(peer)];
+  }
+
+ private:
+  std::unique_ptr<fabric::Fabric> wire_;
+  Processes& processes_;
+};
+
+/// Of `ranks` the last is being ended; the others regroup.
+void regroup_without_last(int ranks, Processes& processes,
+                          const std::function<void(Regroup&, const Epoch&)>& check) {
+  const auto bootstraps = thread_bootstrap(ranks);
+  on_ranks(ranks, [&](int r) {
+    Bootstrap& bootstrap = *bootstraps[static_cast<std::size_t>(r)];
+    GroupConfig config;
+    config.deadline = std::chrono::hours(1);
+    const auto start = Clock::now();
+    config.on_wait = [start] {
+      if (Clock::now() - start > 20s) throw std::runtime_error("waits for a rank that ends");
+    };
+    auto memory = std::make_shared<Memory>(
+        std::make_unique<EndingFabric>(fabric::make_local_fabric(bootstrap, 20s), processes));
+    const ControlLayout layout = make_control_layout(ranks, sizeof(StepMessage));
+    const fabric::Segment control = memory->fabric->register_memory(layout.bytes);
+    const auto handles = bootstrap.all_gather(control.handle, 20s);
+    for (int peer = 0; peer < ranks; ++peer) {
+      if (peer == r) continue;
+      memory->fabric->attach(peer, 0, layout.bytes, handles[static_cast<std::size_t>(peer)]);
+    }
+    Channel channel(memory, config, control, layout);
+    if (r + 1 < ranks) {
+      Regroup regroup(memory, nullptr, channel, config, layout);
+      regroup.suspect_ending();
+      check(regroup, regroup.run(0));
+    }
+    bootstrap.all_gather({}, 60s);
+  });
+}
+
+TEST(Ending, AMajorityGoesOnBeforeAProcessHasEnded) {
+  Processes processes;
+  processes.ends[2] = true;
+  regroup_without_last(3, processes, [&](Regroup& regroup, const Epoch& epoch) {
+    EXPECT_EQ(epoch.ranks, (std::vector<int>{0, 1}));
+    EXPECT_TRUE(regroup.lost_may_write());
+  });
+}
+
+TEST(Ending, WithoutAMajorityRanksWaitUntilItHasEnded) {
+  Processes processes;
+  processes.ends[1] = true;
+  std::thread kernel([&] {
+    std::this_thread::sleep_for(50ms);
+    processes.ended[1] = true;
+  });
+  regroup_without_last(2, processes, [&](Regroup& regroup, const Epoch& epoch) {
+    EXPECT_TRUE(processes.ended[1]) << "half of the ranks went on";
+    EXPECT_EQ(epoch.ranks, std::vector<int>{0});
+    EXPECT_FALSE(regroup.lost_may_write());
+  });
+  kernel.join();
+}
+
+}  // namespace
+}  // namespace ferry::engine::test
