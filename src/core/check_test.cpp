@@ -10,6 +10,7 @@
 
 #include "core/call.hpp"
 #include "core/check_collectives.hpp"
+#include "core/test_errors.hpp"
 
 namespace ferry {
 namespace {
@@ -108,6 +109,10 @@ TEST(Check, NumbersOutsideAnEnumerationAreRefused) {
   group.fabric = FabricKind::automatic;
   group.backend = static_cast<Backend>(12);
   expect_refused({"backend", "12", "host"}, [&] { check_config(group); });
+  group.backend = Backend::cuda;
+  group.elastic = "experts";
+  ferry::test::expect_error(ErrorKind::unsupported, {"elastic", "regroup"},
+                            [&] { check_config(group); });
 }
 
 TEST(Check, WhatALatencyCombineWritesOverlapsNoRowThatItReads) {
