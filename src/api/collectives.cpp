@@ -4,6 +4,8 @@
 #include <string>
 #include <utility>
 
+#include "api/domain_bootstrap.hpp"
+#include "api/rails.hpp"
 #include "api/wires.hpp"
 #include "base/process_limits.hpp"
 #include "core/check.hpp"
@@ -15,19 +17,17 @@
 namespace ferry {
 namespace {
 
-/// GPUs that reach each other's memory.
+/// Each domain has collectives of its own, within those of all.
 std::shared_ptr<CollectivesEngine> make_cuda_collectives(Bootstrap& bootstrap,
                                                          const GroupConfig& config,
                                                          const Inside& inside) {
-  if (inside.domains.count() > 1) {
-    throw Error(ErrorKind::unsupported,
-                "Collectives: backend: got cuda with ranks in " +
-                    std::to_string(inside.domains.count()) +
-                    " domains; expected GPUs that reach each other's memory: hierarchical "
-                    "collectives of GPUs are not supported yet; use backend host between domains",
-                {bootstrap.rank(), -1, "Collectives: domains", 0, 0, 0});
+  if (inside.domains.count() == 1 || !cuda::available()) {  // which it refuses itself
+    return cuda::make_cuda_collectives(bootstrap, config, make_wires(bootstrap, config, inside));
   }
-  return cuda::make_cuda_collectives(bootstrap, config, make_wires(bootstrap, config, inside));
+  cuda::CollectiveWires rails = make_rails(bootstrap, config, inside);
+  DomainBootstrap part(bootstrap, inside.domains);
+  return cuda::make_cuda_domain_collectives(bootstrap, config, inside.domains, std::move(rails),
+                                            wires_inside(part, config, inside));
 }
 
 std::shared_ptr<CollectivesEngine> make_collectives(Bootstrap& bootstrap, GroupConfig config) {

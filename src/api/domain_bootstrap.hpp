@@ -1,6 +1,8 @@
-// The bootstrap of the ranks of one domain, on that of all.
+// The bootstrap of the ranks of one domain, or of another part of a group, on that of all.
 #pragma once
+#include <algorithm>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "core/domains.hpp"
@@ -18,6 +20,12 @@ class DomainBootstrap final : public Bootstrap {
       : whole_(whole),
         members_(domains.members(domains.of(whole.rank()))),
         rank_(domains.index(whole.rank())) {}
+  /// Of these ranks, in this order, this one among them; every rank is of one such part.
+  DomainBootstrap(Bootstrap& whole, std::vector<int> members)
+      : whole_(whole),
+        members_(std::move(members)),
+        rank_(static_cast<int>(std::find(members_.begin(), members_.end(), whole.rank()) -
+                               members_.begin())) {}
 
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(members_.size()); }

@@ -33,16 +33,8 @@ std::shared_ptr<Engine> make_cuda_group(Bootstrap& bootstrap, const GroupConfig&
     return cuda::make_cuda_engine(bootstrap, config, std::move(fabric));
   }
   DomainBootstrap part(bootstrap, inside.domains);
-  const auto make_inside = [&] {
-    return inside.kind == FabricKind::shm
-               ? fabric::make_shm_fabric(part, config.deadline, config.on_wait)
-               : fabric::make_local_fabric(part, config.deadline, config.on_wait);
-  };
-  const auto finish = [&](const std::optional<Error>& failed) {
-    part.finish(failed, config.deadline, config.on_wait);
-  };
   return cuda::make_cuda_domain_engine(bootstrap, config, inside.domains, std::move(fabric),
-                                       {part, make_inside, finish});
+                                       wires_inside(part, config, inside));
 }
 
 std::shared_ptr<Engine> make_group_engine(Bootstrap& bootstrap, GroupConfig config) {

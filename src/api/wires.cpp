@@ -140,4 +140,17 @@ std::unique_ptr<fabric::Fabric> make_wires(Bootstrap& bootstrap, const GroupConf
   return fabric::make_domain_fabric(inside.domains, std::move(own), std::move(network));
 }
 
+cuda::DomainWires wires_inside(DomainBootstrap& part, const GroupConfig& config,
+                               const Inside& inside) {
+  const auto make_inside = [&] {
+    return inside.kind == FabricKind::shm
+               ? fabric::make_shm_fabric(part, config.deadline, config.on_wait)
+               : fabric::make_local_fabric(part, config.deadline, config.on_wait);
+  };
+  const auto finish = [&](const std::optional<Error>& failed) {
+    part.finish(failed, config.deadline, config.on_wait);
+  };
+  return {part, make_inside, finish};
+}
+
 }  // namespace ferry

@@ -2,7 +2,9 @@
 #pragma once
 #include <memory>
 
+#include "api/domain_bootstrap.hpp"
 #include "core/domains.hpp"
+#include "cuda/engine.hpp"
 #include "fabric/fabric.hpp"
 #include "ferry/bootstrap.hpp"
 #include "ferry/group.hpp"
@@ -22,5 +24,9 @@ Inside agree_on_wires(Bootstrap& bootstrap, GroupConfig& config);
 /// Collective. What reaches the ranks of the own domain, and over `network` those of the others.
 std::unique_ptr<fabric::Fabric> make_wires(Bootstrap& bootstrap, const GroupConfig& config,
                                            const Inside& inside);
+
+/// How GPUs of a domain meet; all arguments outlive the result.
+cuda::DomainWires wires_inside(DomainBootstrap& part, const GroupConfig& config,
+                               const Inside& inside);
 
 }  // namespace ferry

@@ -192,6 +192,9 @@ class CollectivesEngine {
   virtual Device device() const { return {}; }
   virtual Choice choice(std::size_t bytes, bool any_order) const = 0;
   virtual CompressionStats compression() const { return {}; }
+  /// Of collectives that are a part of larger ones, which failed in `call`: these fail, too, and
+  /// tell their ranks, unless they have. Returns what they failed with. `error.peer()`: of these.
+  virtual Error fail(const char* /*call*/, const Error& error) { return error; }
   /// What it is built on: barrier, memory, ranks.
   virtual Engine& engine() = 0;
 

@@ -39,6 +39,19 @@ std::shared_ptr<Engine> make_cuda_domain_engine(Bootstrap& bootstrap, const Grou
 std::shared_ptr<CollectivesEngine> make_cuda_collectives(Bootstrap& bootstrap, GroupConfig config,
                                                          std::unique_ptr<fabric::Fabric> fabric);
 
+/// Of several domains. `all`, `rail`: of the host, among all ranks, and among those of this rank's
+/// rail, one of each domain in their order; null: it is on none. `thread`: of nobody else.
+struct CollectiveWires {
+  std::shared_ptr<CollectivesEngine> all{};
+  std::shared_ptr<CollectivesEngine> rail{};
+  Stream thread;
+};
+std::shared_ptr<CollectivesEngine> make_cuda_domain_collectives(Bootstrap& bootstrap,
+                                                                GroupConfig config,
+                                                                const Domains& domains,
+                                                                CollectiveWires wires,
+                                                                const DomainWires& inside);
+
 /// What MemoryStats is right after creation of a group in virtual domains.
 MemoryStats cuda_domain_memory_hint(const GroupConfig& config, int ranks);
 

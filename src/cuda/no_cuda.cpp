@@ -33,6 +33,12 @@ std::shared_ptr<CollectivesEngine> make_cuda_collectives(Bootstrap& bootstrap, G
   refuse_backend(bootstrap, "Collectives");
 }
 
+std::shared_ptr<CollectivesEngine> make_cuda_domain_collectives(Bootstrap& bootstrap, GroupConfig,
+                                                                const Domains&, CollectiveWires,
+                                                                const DomainWires&) {
+  refuse_backend(bootstrap, "Collectives");
+}
+
 std::shared_ptr<Engine> make_cuda_domain_engine(Bootstrap& bootstrap, const GroupConfig& config,
                                                 const Domains&,
                                                 std::unique_ptr<fabric::Fabric> fabric,

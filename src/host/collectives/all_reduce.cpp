@@ -365,7 +365,7 @@ void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptio
   ReduceOptions options = asked;
   options.format = usable_format(asked, x.dtype);
   const std::int64_t count = x.shape.product();
-  const Reduction reduction{options.op, x.dtype, all.size()};
+  const Reduction reduction{options.op, x.dtype, all.mean_ranks()};
   StepMessage head = head_of(CallKind::all_reduce, x.dtype, count, options.op, asked.format);
   head.call.collective.algorithm = static_cast<std::uint16_t>(options.algorithm);
   head.call.collective.any_order = options.any_order ? 1 : 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "core/check.hpp"
@@ -44,18 +45,21 @@ CollectiveStaging CollectiveStaging::of(const Domains& domains) {
 
 std::shared_ptr<CollectivesEngine> make_host_collectives(Bootstrap& bootstrap, GroupConfig config,
                                                          const Domains& domains,
-                                                         std::unique_ptr<fabric::Fabric> fabric) {
+                                                         std::unique_ptr<fabric::Fabric> fabric,
+                                                         int mean_ranks) {
   config.experts = 1;
   config.memory_bytes += CollectiveStaging::of(domains).all_bytes() +
                          PacketLayout::of(domains.ranks()).bytes + 2 * engine::kRegionAlignment;
-  auto made = std::make_shared<HostCollectives>(make_host_engine(
-      bootstrap, config, domains, std::move(fabric), eager_bytes(domains.ranks())));
+  auto made = std::make_shared<HostCollectives>(
+      make_host_engine(bootstrap, config, domains, std::move(fabric), eager_bytes(domains.ranks())),
+      mean_ranks);
   if (domains.count() > 1) made->measure_links();
   return made;
 }
 
-HostCollectives::HostCollectives(std::shared_ptr<HostEngine> engine)
+HostCollectives::HostCollectives(std::shared_ptr<HostEngine> engine, int mean_ranks)
     : engine_(std::move(engine)),
+      mean_ranks_(mean_ranks > 0 ? mean_ranks : engine_->size()),
       staging_(CollectiveStaging::of(domains())),
       choice_(domains(), {kFirstLatency, kFirstRate}) {
   const auto& memory = engine_->shared_memory();
@@ -102,6 +106,29 @@ void HostCollectives::meet_members(const char* call) {
   for (const int member : members()) {
     if (member != rank()) hear(call, member);
   }
+}
+
+Error HostCollectives::fail(const char* call, const Error& error) {
+  using namespace std::chrono_literals;
+  constexpr auto kHearsay = 200ms;  // what others say of it, and the kernel of a death, comes by then
+  const int culprit = error.peer();
+  const auto hear = [&] {
+    (void)channel().poll(
+        call, [] { return engine::Channel::kUnknownEnd; },
+        [culprit](int peer) { return peer == culprit; });
+    return channel().dead().has_value();
+  };
+  const bool of_peer =
+      error.kind() == ErrorKind::peer_failed || error.kind() == ErrorKind::peer_left;
+  const auto end = Clock::now() + (of_peer ? kHearsay : 0ms);
+  while (!hear() && Clock::now() < end) std::this_thread::sleep_for(1ms);
+  const ErrorContext& context = error.context();
+  if (!channel().dead() && error.kind() == ErrorKind::deadline && culprit >= 0) {
+    (void)channel().late(call, culprit, context.expected, context.seen);
+  }
+  if (!channel().dead()) channel().fail(call, error.what(), error.kind());
+  const auto dead = channel().dead();  // none where this rank has left
+  return dead ? *dead : error;
 }
 
 void copy_result(std::size_t whole, void* to, const void* from, std::size_t bytes) {

@@ -57,7 +57,8 @@ class HostCollectives final : public CollectivesEngine,
  public:
   /// `engine`: made with `eager_bytes` in a message and an arena of CollectiveStaging::all_bytes
   /// and PacketLayout::bytes more; of nobody else.
-  explicit HostCollectives(std::shared_ptr<HostEngine> engine);
+  /// `mean_ranks`: by which a mean divides; 0: its ranks.
+  explicit HostCollectives(std::shared_ptr<HostEngine> engine, int mean_ranks = 0);
   ~HostCollectives() override;
 
   Event all_reduce(const TensorView& x, const ReduceOptions& options) override;
@@ -78,6 +79,7 @@ class HostCollectives final : public CollectivesEngine,
   ferry::Choice choice(std::size_t bytes, bool any_order) const override;
   Engine& engine() override { return *engine_; }
   CompressionStats compression() const override { return compression_.stats(); }
+  Error fail(const char* call, const Error& error) override;
 
   /// Collective: what the links between domains cost. `call`, `head`: in which it happens. Where
   /// there are several domains.
@@ -94,6 +96,7 @@ class HostCollectives final : public CollectivesEngine,
   const Domains& domains() const { return engine_->topology(); }
   int rank() const { return engine_->rank(); }
   int size() const { return engine_->size(); }
+  int mean_ranks() const { return mean_ranks_; }
   int domain() const { return domains().of(rank()); }
   const std::vector<int>& members() const { return domains().members(domain()); }
   bool is_member(int rank) const { return domains().together(rank, engine_->rank()); }
@@ -179,6 +182,7 @@ class HostCollectives final : public CollectivesEngine,
   }
 
   std::shared_ptr<HostEngine> engine_;
+  int mean_ranks_;
   CollectiveStaging staging_;
   std::shared_ptr<void> staging_memory_;
   fabric::Address staging_address_{};
@@ -239,9 +243,11 @@ void run_all_to_all(HostCollectives& all, const ConstTensorView& x, const Tensor
 void run_rows(HostCollectives& all, const ConstTensorView& x, const TensorView& out,
               const RowTable& table);
 
-/// Collective, as make_host_engine.
+/// Collective, as make_host_engine. `mean_ranks`: by which a mean divides, where each rank brings
+/// what several have summed; 0: the number of ranks.
 std::shared_ptr<CollectivesEngine> make_host_collectives(Bootstrap& bootstrap, GroupConfig config,
                                                          const Domains& domains,
-                                                         std::unique_ptr<fabric::Fabric> fabric);
+                                                         std::unique_ptr<fabric::Fabric> fabric,
+                                                         int mean_ranks = 0);
 
 }  // namespace ferry::host

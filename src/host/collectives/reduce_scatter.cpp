@@ -17,7 +17,7 @@ class ReduceScatter {
         data_(static_cast<const std::byte*>(x.data)),
         out_(static_cast<std::byte*>(out.data)),
         block_(out.shape.product()),
-        reduction_{op, x.dtype, all.size()},
+        reduction_{op, x.dtype, all.mean_ranks()},
         format_(format),
         head_(head_of(CallKind::reduce_scatter, x.dtype, block_, op, format)) {}
 

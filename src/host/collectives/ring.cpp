@@ -20,7 +20,7 @@ class Ring {
       : all_(all),
         data_(static_cast<std::byte*>(x.data)),
         count_(x.shape.product()),
-        reduction_{op, x.dtype, all.size()} {
+        reduction_{op, x.dtype, all.mean_ranks()} {
     for (int d = 0; d < all.domains().count(); ++d) {
       const std::vector<int>& members = all.domains().members(d);
       order_.insert(order_.end(), members.begin(), members.end());

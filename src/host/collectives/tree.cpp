@@ -21,7 +21,7 @@ class Tree {
       : all_(all),
         data_(static_cast<std::byte*>(x.data)),
         count_(x.shape.product()),
-        reduction_{op, x.dtype, all.size()},
+        reduction_{op, x.dtype, all.mean_ranks()},
         above_(tree_parent(all.rank(), all.domains())),
         below_(tree_children(all.rank(), all.domains())) {
     const std::size_t element = kMostChildren * partial(1) + reduction_.bytes(1);

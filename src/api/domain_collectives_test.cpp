@@ -1,0 +1,395 @@
+// Collectives of GPUs in several domains, with the host in the place of the GPUs: what crosses, and
+// where it lies, by the definition; ranks that disagree, leave or fail.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+#include <numeric>
+
+#include "api/domain_bootstrap.hpp"
+#include "api/rails.hpp"
+#include "core/stream_state.hpp"
+#include "cuda/collectives/domains.hpp"
+#include "fabric/local/local.hpp"
+#include "host/collectives/engine.hpp"
+#include "host/collectives/test_collectives.hpp"
+
+namespace ferry {
+namespace {
+
+using namespace host::test;
+
+/// The GPUs of a domain, by collectives of the host. Everything has ended when a call returns.
+class HostGpus final : public cuda::DomainGpus {
+ public:
+  HostGpus(std::shared_ptr<CollectivesEngine> ranks, std::size_t room, int rails)
+      : ranks_(std::move(ranks)), room_(room) {
+    for (auto& slot : memory_) slot.resize(room * (2 + index(std::max(rails, 2))));
+  }
+  Device device() const override { return {}; }
+  Engine& engine() override { return ranks_->engine(); }
+  std::size_t room_bytes() const override { return room_; }
+  cuda::DomainRoom room(int slot) override {
+    std::byte* memory = memory_[index(slot)].data();
+    return {memory, memory + room_, memory + 2 * room_};
+  }
+  void begin(const Event& after) override { after.wait(); }
+  void reduce_shares(const ConstTensorView& x, ReduceOp op, std::int64_t share,
+                     void* own) override {
+    Bytes all(x.bytes());
+    copy(all.data(), x.data, all.size());
+    ReduceOptions options;
+    options.op = op == ReduceOp::mean ? ReduceOp::sum : op;
+    ranks_->all_reduce({all.data(), x.dtype, x.shape}, options);
+    const auto [first, count] = part(x.shape.product(), share);
+    copy(own, all.data() + first * size_of(x.dtype), count * size_of(x.dtype));
+  }
+  void gather_shares(const void* own, std::int64_t bytes, std::int64_t share, void* out) override {
+    const std::int64_t ranks = engine().size();
+    Bytes mine(index(share)), all(index(share * ranks));
+    copy(mine.data(), own, part(bytes, share).second);
+    ranks_->all_gather(view(mine), view(all), {});
+    copy(out, all.data(), index(bytes));
+  }
+  void broadcast(void* x, std::int64_t bytes, int root) override {
+    ranks_->broadcast({x, Dtype::u8, {bytes}}, root, {});
+  }
+  void all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts) override {
+    ranks_->all_to_all(x, out, std::move(counts), {});
+  }
+  void convert(const ConstTensorView& from, const TensorView& to) override {
+    if (from.dtype == to.dtype) return copy(to.data, from.data, from.bytes());
+    for (std::int64_t i = 0; i < from.shape.product(); ++i) {
+      store(to, i, load(from, i));
+    }
+  }
+  Event mark() override { return {}; }
+  void check_stream(const char*, const Stream&) const override {}
+  Event hold(Stream&, std::uint64_t number, Event done) override {
+    EXPECT_GT(number, std::exchange(held_, number));
+    return done;
+  }
+  void release(std::uint64_t number) override { EXPECT_EQ(number, ++released_); }
+  void fail(const char* call, const Error& error) override { (void)ranks_->fail(call, error); }
+
+ private:
+  static void copy(void* to, const void* from, std::size_t bytes) {
+    if (bytes > 0) std::memmove(to, from, bytes);
+  }
+  static TensorView view(Bytes& bytes) { return {bytes.data(), Dtype::u8, {std::ssize(bytes)}}; }
+  /// First and number of what this rank has of so many.
+  std::pair<std::size_t, std::size_t> part(std::int64_t all, std::int64_t share) {
+    const std::int64_t first = std::min(all, engine().rank() * share);
+    return {index(first), index(std::min(share, all - first))};
+  }
+  template <class T>
+  static T at(const void* data, std::int64_t i) {
+    T value;
+    std::memcpy(&value, static_cast<const std::byte*>(data) + index(i) * sizeof(T), sizeof(T));
+    return value;
+  }
+  static float load(const ConstTensorView& x, std::int64_t i) {
+    if (x.dtype == Dtype::bf16) return to_float(at<Bf16>(x.data, i));
+    if (x.dtype == Dtype::f16) return to_float(at<Fp16>(x.data, i));
+    return at<float>(x.data, i);
+  }
+  static void store(const TensorView& x, std::int64_t i, float value) {
+    std::byte* to = static_cast<std::byte*>(x.data) + index(i) * size_of(x.dtype);
+    const auto put = [to](auto element) { std::memcpy(to, &element, sizeof element); };
+    if (x.dtype == Dtype::bf16) return put(from_float<Bf16>(value));
+    if (x.dtype == Dtype::f16) return put(from_float<Fp16>(value));
+    put(value);
+  }
+
+  std::shared_ptr<CollectivesEngine> ranks_;
+  std::size_t room_;
+  std::vector<std::byte> memory_[2];
+  std::uint64_t held_ = 0;
+  std::uint64_t released_ = 0;
+};
+
+/// Which ranks are together, and how much crosses at once.
+struct Shape {
+  const char* name;
+  std::vector<int> labels;
+  std::size_t room = 64 << 10;
+};
+
+std::shared_ptr<cuda::DomainCollectives> make(Bootstrap& bootstrap, const Shape& shape,
+                                              std::chrono::nanoseconds deadline = 20s) {
+  GroupConfig config;
+  config.deadline = deadline;
+  const Inside inside{FabricKind::local, Domains(shape.labels)};
+  cuda::CollectiveWires rails = make_rails(bootstrap, config, inside);
+  DomainBootstrap part(bootstrap, inside.domains);
+  auto gpus = host::make_host_collectives(
+      part, config, Domains::blocks(part.size(), 0),
+      fabric::make_local_fabric(part, config.deadline, config.on_wait));
+  part.finish({}, config.deadline, {});
+  return std::make_shared<cuda::DomainCollectives>(cuda::DomainCollectivesParts{
+      config, inside.domains, rails.all, rails.rail,
+      std::make_unique<HostGpus>(gpus, shape.room, cuda::rails_of(inside.domains)),
+      std::move(rails.thread)});
+}
+
+using Body = std::function<void(cuda::DomainCollectives&)>;
+
+class DomainCollectivesTest : public ::testing::TestWithParam<Shape> {
+ protected:
+  int ranks() const { return static_cast<int>(GetParam().labels.size()); }
+  Domains domains() const { return Domains(GetParam().labels); }
+  void each(const Body& body) const {
+    const auto bootstraps = thread_bootstrap(ranks());
+    on_ranks(ranks(), [&](int r) {
+      const auto all = make(*bootstraps[index(r)], GetParam());
+      body(*all);
+      all->barrier();
+    });
+  }
+};
+INSTANTIATE_TEST_SUITE_P(
+    Domains, DomainCollectivesTest,
+    ::testing::Values(Shape{"TwoOfTwo", {0, 0, 1, 1}}, Shape{"Uneven", {0, 0, 0, 1, 1}},
+                      Shape{"Mixed", {0, 1, 1, 0, 2, 2, 0}},
+                      Shape{"OfOne", {0, 1, 2}}),
+    [](const auto& one) { return one.param.name; });
+
+TensorView view(Bytes& bytes, Dtype dtype) {
+  return {bytes.data(), dtype, {static_cast<std::int64_t>(bytes.size() / size_of(dtype))}};
+}
+
+constexpr Dtype kDtypes[] = {Dtype::f32, Dtype::bf16, Dtype::f16,
+                             Dtype::i32, Dtype::i64,  Dtype::u8};
+constexpr std::int64_t kCounts[] = {0, 1, 129, 5001, 100'000};
+
+/// The order of integers needs their sign, which `reduced` adds up without.
+Bytes by_definition(Dtype dtype, ReduceOp op, const std::vector<Bytes>& inputs,
+                    const Domains& domains) {
+  const bool ordered = op == ReduceOp::min || op == ReduceOp::max;
+  if (ordered && dtype == Dtype::i32) {
+    return reduced_as<std::int32_t, std::int64_t>(op, inputs, domains);
+  }
+  if (ordered && dtype == Dtype::i64) {
+    return reduced_as<std::int64_t, std::int64_t>(op, inputs, domains);
+  }
+  return reduced(dtype, op, inputs, domains);
+}
+
+// Of many sizes, some of which take many steps; all operations on the shortest.
+TEST_P(DomainCollectivesTest, ReduceByTheDefinition) {
+  each([&](cuda::DomainCollectives& all) {
+    for (const Dtype dtype : kDtypes) {
+      for (const std::int64_t count : kCounts) {
+        for (const ReduceOp op :
+             {ReduceOp::sum, ReduceOp::mean, ReduceOp::product, ReduceOp::min, ReduceOp::max}) {
+          const bool integer = dtype == Dtype::i32 || dtype == Dtype::i64 || dtype == Dtype::u8;
+          if (op == ReduceOp::mean && integer) continue;
+          if (op != ReduceOp::mean && op != ReduceOp::sum && count > 1000) continue;
+          const std::int64_t whole = count / all.size() * all.size();
+          const auto inputs = inputs_of(dtype, whole, all.size(), static_cast<unsigned>(count));
+          const Bytes expected = by_definition(dtype, op, inputs, domains());
+          Bytes x = inputs[index(all.rank())];
+          all.all_reduce(view(x, dtype), {.op = op});
+          EXPECT_TRUE(same(dtype, x, expected))
+              << name_of(dtype) << " " << name_of(op) << " " << whole << " on " << all.rank();
+
+          x = inputs[index(all.rank())];
+          Bytes out(x.size() / index(all.size()));
+          all.reduce_scatter(view(x, dtype), view(out, dtype), {.op = op});
+          EXPECT_TRUE(same(dtype, out, part(expected, index(all.rank()) * out.size(), out.size())))
+              << name_of(dtype) << " " << name_of(op) << " block " << whole / all.size();
+        }
+      }
+    }
+  });
+}
+
+TEST_P(DomainCollectivesTest, MoveByTheDefinition) {
+  each([&](cuda::DomainCollectives& all) {
+    const std::size_t self = index(all.rank());
+    for (const std::int64_t count : kCounts) {
+      const auto inputs = inputs_of(Dtype::u8, count, all.size(), 7);
+      Bytes x = inputs[self], every(index(count * all.size())), expected;
+      for (const Bytes& one : inputs) expected.insert(expected.end(), one.begin(), one.end());
+      all.all_gather(view(x, Dtype::u8), view(every, Dtype::u8), {});
+      EXPECT_EQ(every, expected) << count;
+      for (int root = 0; root < all.size(); ++root) {
+        Bytes sent = inputs[self];
+        all.broadcast(view(sent, Dtype::u8), root, {});
+        EXPECT_EQ(sent, inputs[index(root)]) << count << " from " << root;
+      }
+    }
+  });
+}
+
+TEST_P(DomainCollectivesTest, BlocksOfAnySizeGoToAll) {
+  each([&](cuda::DomainCollectives& all) {
+    for (const std::int64_t scale : {0, 1, 700, 9000}) {
+      const auto count = [&](int from, int to) { return (from * 7 + to * 3) % 5 * scale; };
+      const auto element = [](int from, int to, std::int64_t i) {
+        return static_cast<std::int32_t>(from * 1'000'000 + to * 100'000 + i % 99'991);
+      };
+      BlockCounts counts;
+      std::vector<std::int32_t> x, expected;
+      for (int r = 0; r < all.size(); ++r) {
+        counts.to.push_back(count(all.rank(), r));
+        counts.from.push_back(count(r, all.rank()));
+        for (std::int64_t i = 0; i < counts.to.back(); ++i) x.push_back(element(all.rank(), r, i));
+        for (std::int64_t i = 0; i < counts.from.back(); ++i) {
+          expected.push_back(element(r, all.rank(), i));
+        }
+      }
+      std::vector<std::int32_t> out(expected.size());
+      all.all_to_all({x.data(), Dtype::i32, {std::ssize(x)}},
+                     {out.data(), Dtype::i32, {std::ssize(out)}}, counts, {});
+      EXPECT_EQ(out, expected) << scale;
+    }
+  });
+}
+
+TEST_P(DomainCollectivesTest, CallsOnStreamsKeepTheirOrder) {
+  each([&](cuda::DomainCollectives& all) {
+    Stream made;
+    std::vector<float> x(5000, 1.0f);
+    Event last;
+    for (int i = 0; i < 4; ++i) {
+      last = all.all_reduce({x.data(), Dtype::f32, {5000}}, {.stream = &made});
+    }
+    last.wait();
+    float expected = 1;
+    for (int i = 0; i < 4; ++i) expected *= static_cast<float>(all.size());
+    for (const float value : x) ASSERT_EQ(value, expected);
+  });
+}
+
+TEST_P(DomainCollectivesTest, SumsCrossInCodes) {
+  each([&](cuda::DomainCollectives& all) {
+    constexpr std::int64_t kCount = 200'000;
+    for (const ReduceFormat format : {ReduceFormat::bf16, ReduceFormat::f16, ReduceFormat::e4m3}) {
+      std::mt19937 random(kSeed + static_cast<unsigned>(all.rank()));
+      std::normal_distribution<float> normal;
+      std::vector<float> x(kCount);
+      for (float& value : x) value = normal(random);
+      std::vector<float> exact = x;
+      const auto sum = [&](std::vector<float>& data, ReduceFormat as) {
+        all.all_reduce({data.data(), Dtype::f32, {kCount}}, {.op = ReduceOp::mean, .format = as});
+      };
+      sum(exact, ReduceFormat::exact);
+      sum(x, format);
+      double error = 0, signal = 0;
+      for (std::size_t i = 0; i < x.size(); ++i) {
+        error += (double(x[i]) - exact[i]) * (double(x[i]) - exact[i]);
+        signal += double(exact[i]) * exact[i];
+      }
+      EXPECT_GT(error, 0) << name_of(format);
+      EXPECT_LT(error, signal * (format == ReduceFormat::e4m3 ? 0.0025 : 1e-5)) << name_of(format);
+      std::vector<float> every(x.size() * index(all.size()));
+      all.all_gather({x.data(), Dtype::f32, {kCount}},
+                     {every.data(), Dtype::f32, {std::ssize(every)}}, {});
+      for (std::size_t i = 0; i < every.size(); ++i) ASSERT_EQ(every[i], x[i % x.size()]);
+    }
+    const bool rides = all.compression().calls > 0;
+    EXPECT_EQ(rides, domains().index(all.rank()) < cuda::rails_of(domains()));
+  });
+}
+
+std::optional<Error> error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  return std::nullopt;
+}
+
+TEST_P(DomainCollectivesTest, RanksThatDisagreeLearnItAndGoOn) {
+  each([&](cuda::DomainCollectives& all) {
+    std::vector<float> x(2001, 1.0f);
+    const std::int64_t count = all.rank() == 0 ? 2001 : 2000;
+    const auto sizes = error_of([&] { all.all_reduce({x.data(), Dtype::f32, {count}}, {}); });
+    ASSERT_TRUE(sizes.has_value());
+    EXPECT_EQ(sizes->kind(), ErrorKind::mismatch);
+    EXPECT_NE(std::string(sizes->what()).find("number of elements"), std::string::npos);
+    EXPECT_EQ(x[0], 1.0f);
+
+    std::vector<std::int64_t> counts(index(all.size()), 10);
+    BlockCounts blocks{counts, counts};
+    if (all.rank() == 0) blocks.to[1] = 11;
+    const std::int64_t sent = std::accumulate(blocks.to.begin(), blocks.to.end(), std::int64_t{0});
+    std::vector<float> out(index(10 * all.size()));
+    const auto differ = error_of([&] {
+      all.all_to_all({x.data(), Dtype::f32, {sent}}, {out.data(), Dtype::f32, {std::ssize(out)}},
+                     blocks, {});
+    });
+    ASSERT_TRUE(differ.has_value());
+    EXPECT_EQ(differ->kind(), ErrorKind::mismatch);
+    EXPECT_NE(std::string(differ->what())
+                  .find("rank 0 sends 11 elements to rank 1, which expects 10"),
+              std::string::npos)
+        << differ->what();
+    all.all_reduce({x.data(), Dtype::f32, {2000}}, {});
+    EXPECT_EQ(x[0], static_cast<float>(all.size()));
+  });
+}
+
+// Whoever waits for it, inside its domain or on its rail or for another of its domain, names it.
+TEST_P(DomainCollectivesTest, ARankThatLeavesIsNamed) {
+  const auto bootstraps = thread_bootstrap(ranks());
+  const int left = ranks() - 1;
+  on_ranks(ranks(), [&](int r) {
+    const auto all = make(*bootstraps[index(r)], GetParam());
+    std::vector<float> x(3000, 1.0f);
+    all->all_reduce({x.data(), Dtype::f32, {3000}}, {});
+    if (r == left) return all->destroy();
+    for (const auto* again : {"first", "second"}) {
+      const auto error = error_of([&] { all->all_reduce({x.data(), Dtype::f32, {3000}}, {}); });
+      ASSERT_TRUE(error.has_value()) << again;
+      EXPECT_EQ(error->kind(), ErrorKind::peer_left) << error->what();
+      EXPECT_EQ(error->peer(), left) << error->what();
+    }
+  });
+}
+
+TEST_P(DomainCollectivesTest, ARankThatStaysAwayIsNamed) {
+  const auto bootstraps = thread_bootstrap(ranks());
+  on_ranks(ranks(), [&](int r) {
+    const auto all = make(*bootstraps[index(r)], GetParam(), 300ms);
+    std::vector<float> x(3000, 1.0f);
+    bootstraps[index(r)]->all_gather({}, 20s);
+    if (r != 1) {
+      const auto error = error_of([&] { all->all_reduce({x.data(), Dtype::f32, {3000}}, {}); });
+      ASSERT_TRUE(error.has_value());
+      EXPECT_EQ(error->kind(), ErrorKind::deadline) << error->what();
+      EXPECT_EQ(error->peer(), 1) << error->what();
+    }
+    bootstraps[index(r)]->all_gather({}, 20s);
+  });
+}
+
+TEST(DomainCollectives, WhatGpusHaveNotIsRefused) {
+  const auto bootstraps = thread_bootstrap(2);
+  on_ranks(2, [&](int r) {
+    const auto all = make(*bootstraps[index(r)], {"", {0, 1}});
+    std::vector<float> x(8, 1.0f);
+    const TensorView view{x.data(), Dtype::f32, {8}};
+    const auto refused = [&](ErrorKind kind, const std::function<void()>& call) {
+      const auto error = error_of(call);
+      ASSERT_TRUE(error.has_value());
+      EXPECT_EQ(error->kind(), kind) << error->what();
+    };
+    refused(ErrorKind::invalid_argument,
+            [&] { all->all_reduce(view, {.algorithm = Algorithm::one_shot}); });
+    refused(ErrorKind::invalid_argument, [&] { all->all_reduce(view, {.shares = {1, 1, 1}}); });
+    refused(ErrorKind::unsupported, [&] { all->window(1, 1, Dtype::f32); });
+    for (const Algorithm algorithm : {Algorithm::direct, Algorithm::ring, Algorithm::tree}) {
+      all->all_reduce(view, {.algorithm = algorithm});
+    }
+    EXPECT_EQ(x[7], 8.0f);
+    all->barrier();
+    all->destroy();
+    refused(ErrorKind::destroyed, [&] { all->all_reduce(view, {}); });
+  });
+}
+
+}  // namespace
+}  // namespace ferry

@@ -1,0 +1,59 @@
+// What collectives of several domains ask of the GPUs of one domain. Nothing here needs CUDA, so
+// that tests without a GPU can stand in for it.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "core/engine.hpp"
+
+namespace ferry::cuda {
+
+/// Memory of one step of a call. What leaves for other domains, and what came from them, lies in
+/// pinned host memory.
+struct DomainRoom {
+  std::byte* leaving = nullptr;
+  std::byte* come = nullptr;
+  std::byte* scratch = nullptr;  ///< of this GPU
+};
+
+/// One rank's part in what the GPUs of its domain do. All but `await` return at once; what they
+/// start runs in the order of the calls, which all ranks of the domain make alike. Ranks are those
+/// of the domain. On one thread, but for `hold` and `check_stream`.
+class DomainGpus {
+ public:
+  virtual ~DomainGpus() = default;
+  virtual Device device() const = 0;
+  /// The engine of the domain: memory that its GPUs reach, failures.
+  virtual Engine& engine() = 0;
+  /// Bytes of `leaving` and of `come`; `scratch` has as many for each rail, and for two at least.
+  virtual std::size_t room_bytes() const = 0;
+  virtual DomainRoom room(int slot) = 0;
+
+  /// What follows begins after that.
+  virtual void begin(const Event& after) = 0;
+  /// The domain's sum, or what `op` makes, of `elements` of each rank's `x`; rank r gets elements
+  /// [r · share, (r + 1) · share) of it. A mean is a sum here.
+  virtual void reduce_shares(const ConstTensorView& x, ReduceOp op, std::int64_t share,
+                             void* own) = 0;
+  /// All ranks' `own` bytes, [r · share, (r + 1) · share) of `bytes` from rank r, to every rank.
+  virtual void gather_shares(const void* own, std::int64_t bytes, std::int64_t share,
+                             void* out) = 0;
+  virtual void broadcast(void* x, std::int64_t bytes, int root) = 0;
+  virtual void all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts) = 0;
+  /// Elements of `from` to the dtype of `to`: f32 and bf16 or f16, or both the same.
+  virtual void convert(const ConstTensorView& from, const TensorView& to) = 0;
+  /// The end of what was started so far; waiting for it throws what its kernels met.
+  virtual Event mark() = 0;
+
+  /// Throws unless work may be ordered with this stream.
+  virtual void check_stream(const char* call, const Stream& stream) const = 0;
+  /// What comes next in the caller's stream waits for `release` of this number, or a later one. The
+  /// result is complete with `done`, and other streams can wait for it.
+  virtual Event hold(Stream& stream, std::uint64_t number, Event done) = 0;
+  virtual void release(std::uint64_t number) = 0;
+  /// Kernels that wait for peers end, and the domain's other ranks learn that this one failed.
+  /// Returns when nothing runs any more, or soon.
+  virtual void fail(const char* call, const Error& error) = 0;
+};
+
+}  // namespace ferry::cuda
