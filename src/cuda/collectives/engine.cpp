@@ -212,6 +212,31 @@ Event CudaCollectives::all_to_all(const ConstTensorView& x, const TensorView& ou
   return run(p, 0, false, options.stream, std::move(slot));
 }
 
+Event CudaCollectives::reduce_shares(const ConstTensorView& x, ReduceOp op, std::int64_t share,
+                                     void* own, Stream& stream) {
+  const std::int64_t bytes = bytes_of(x), element = static_cast<std::int64_t>(size_of(x.dtype));
+  CollectiveParameters p = parameters(CallKind::reduce_scatter, x.dtype, x.shape.product(), 0);
+  p.op = op == ReduceOp::mean ? ReduceOp::sum : op;
+  p.call.collective.op = static_cast<std::uint8_t>(p.op);
+  p.reduces = true;
+  p.x = static_cast<const std::byte*>(x.data);
+  p.out = static_cast<std::byte*>(own);
+  p.to = {.stride = share * element, .bytes = share * element, .end = bytes};
+  if (share * element % 16 == 0) place(p, x.data, bytes);  // shares begin with whole vectors
+  return run(p, share * element, is_small(share * element), &stream);
+}
+
+Event CudaCollectives::gather_shares(const void* own, std::int64_t bytes, std::int64_t share,
+                                     void* out, Stream& stream) {
+  CollectiveParameters p = parameters(CallKind::all_gather, Dtype::u8, bytes, 0);
+  p.x = static_cast<const std::byte*>(own);
+  p.out = static_cast<std::byte*>(out);
+  p.from = {.stride = share, .bytes = share, .end = bytes};
+  p.to = {.bytes = p.from.size(engine_->rank(), engine_->size())};
+  place(p, out, bytes);
+  return run(p, share, is_small(share), &stream);
+}
+
 void CudaCollectives::split(CollectiveParameters& p, const BlockCounts& counts,
                             std::byte* slot) const {
   const auto ranks = static_cast<std::size_t>(engine_->size());

@@ -113,13 +113,13 @@ Error HostCollectives::fail(const char* call, const Error& error) {
   constexpr auto kHearsay = 200ms;  // what others say of it, and the kernel of a death, comes by then
   const int culprit = error.peer();
   const auto hear = [&] {
-    (void)channel().poll(
+    if (culprit >= 0) (void)channel().poll(
         call, [] { return engine::Channel::kUnknownEnd; },
         [culprit](int peer) { return peer == culprit; });
     return channel().dead().has_value();
   };
-  const bool of_peer =
-      error.kind() == ErrorKind::peer_failed || error.kind() == ErrorKind::peer_left;
+  const bool of_peer = culprit >= 0 && (error.kind() == ErrorKind::peer_failed ||
+                                        error.kind() == ErrorKind::peer_left);
   const auto end = Clock::now() + (of_peer ? kHearsay : 0ms);
   while (!hear() && Clock::now() < end) std::this_thread::sleep_for(1ms);
   const ErrorContext& context = error.context();

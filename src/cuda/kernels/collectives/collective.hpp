@@ -115,10 +115,21 @@ cudaError_t launch_one_shot(const CollectiveParameters& parameters, cudaStream_t
 /// A reduction that spreads: `to` is the share of each rank, whose offsets are multiples of 16.
 cudaError_t launch_large(const CollectiveParameters& parameters, cudaStream_t stream);
 
+/// f32 and bf16 or f16, in memory of this GPU.
+struct Conversion {
+  const std::byte* from = nullptr;
+  std::byte* to = nullptr;
+  std::int64_t count = 0;
+  Dtype from_dtype = Dtype::f32;
+  Dtype to_dtype = Dtype::f32;
+};
+cudaError_t launch_convert(const Conversion& conversion, int most_blocks, cudaStream_t stream);
+
 /// Loads the kernels on the current device.
 cudaError_t load_collective_kernels();
 // One for each file of kernels.
 cudaError_t load_one_shot_kernels();
 cudaError_t load_large_kernels();
+cudaError_t load_convert_kernels();
 
 }  // namespace ferry::cuda

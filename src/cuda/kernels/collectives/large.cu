@@ -186,8 +186,10 @@ cudaError_t load_large_kernels() {
 }
 
 cudaError_t load_collective_kernels() {
-  const cudaError_t error = load_one_shot_kernels();
-  return error != cudaSuccess ? error : load_large_kernels();
+  for (const auto load : {load_one_shot_kernels, load_large_kernels, load_convert_kernels}) {
+    if (const cudaError_t error = load(); error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace ferry::cuda

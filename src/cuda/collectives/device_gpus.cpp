@@ -1,0 +1,181 @@
+#include "cuda/collectives/device_gpus.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <string>
+#include <utility>
+
+#include "cuda/runtime/event.hpp"
+#include "cuda/runtime/stream_wait.hpp"
+
+namespace ferry::cuda {
+namespace {
+
+using namespace std::chrono_literals;
+
+/// A point of the stream beside the callers', and the calls before it.
+class MarkEvent final : public Event::State {
+ public:
+  MarkEvent(Event point, std::vector<Event> calls)
+      : point_(std::move(point)), calls_(std::move(calls)) {}
+  bool ready() override { return point_.ready(); }
+  void wait(std::chrono::nanoseconds deadline, const OnWait& on_wait) override {
+    point_.wait(deadline, on_wait);
+    for (const Event& call : calls_) call.wait(deadline, on_wait);
+  }
+
+ private:
+  Event point_;
+  std::vector<Event> calls_;
+};
+
+/// A call that a stream is held for.
+class HeldEvent final : public Event::State, public GpuPoint {
+ public:
+  HeldEvent(Event done, GpuEvent point) : done_(std::move(done)), point_(std::move(point)) {}
+  bool ready() override { return done_.ready(); }
+  void wait(std::chrono::nanoseconds deadline, const OnWait& on_wait) override {
+    done_.wait(deadline, on_wait);
+  }
+  GpuEvent gpu_event() const override { return point_; }
+
+ private:
+  Event done_;
+  GpuEvent point_;
+};
+
+std::size_t scratch_of(int rails) {
+  return static_cast<std::size_t>(std::max(rails, 2)) * DeviceGpus::kRoom;
+}
+
+}  // namespace
+
+std::size_t DeviceGpus::scratch_bytes(int rails) {
+  return kRooms * scratch_of(rails);
+}
+
+DeviceGpus::DeviceGpus(std::shared_ptr<CudaEngine> engine,
+                       std::shared_ptr<CudaCollectives> collectives, int rails)
+    : engine_(std::move(engine)),
+      collectives_(std::move(collectives)),
+      scratch_each_(scratch_of(rails)),
+      scratch_(engine_->empty({static_cast<std::int64_t>(scratch_bytes(rails))}, Dtype::u8)) {
+  const OnDevice here(device().index);
+  pinned_ = PinnedPool::make(2 * kRooms * kRoom, 1)->take();
+  word_ = PinnedPool::make(sizeof(std::uint64_t), 1)->take();
+  // Streams of one priority may share queues of the GPU: a caller's stream that waits for a call
+  // would keep back what the call launches.
+  int least = 0, greatest = 0;
+  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+  check(cudaStreamCreateWithPriority(&beside_, cudaStreamNonBlocking, greatest),
+        "cudaStreamCreateWithPriority");
+  stream_ = Stream::of_cuda(beside_, device().index);
+}
+
+DeviceGpus::~DeviceGpus() {
+  if (!settle(2s)) {  // the GPU may still write: its memory is never given back
+    new std::vector<std::shared_ptr<void>>{pinned_, word_, scratch_.owner()};
+  }
+  try {
+    const OnDevice here(device().index);
+    cudaStreamDestroy(beside_);
+  } catch (...) {  // the GPU is going away
+  }
+}
+
+DomainRoom DeviceGpus::room(int slot) {
+  std::byte* pinned = pinned_.get() + static_cast<std::size_t>(2 * slot) * kRoom;
+  return {pinned, pinned + kRoom,
+          scratch_.as<std::byte>() + static_cast<std::size_t>(slot) * scratch_each_};
+}
+
+void DeviceGpus::begin(const Event& after) {
+  const OnDevice here(device().index);
+  stream_.wait(after);
+}
+
+void DeviceGpus::reduce_shares(const ConstTensorView& x, ReduceOp op, std::int64_t share,
+                               void* own) {
+  calls_.push_back(collectives_->reduce_shares(x, op, share, own, stream_));
+}
+
+/// By a copy first: kernels would read pinned memory once for every rank.
+void DeviceGpus::gather_shares(const void* own, std::int64_t bytes, std::int64_t share, void* out) {
+  const std::int64_t first = std::min(bytes, engine_->rank() * share);
+  std::byte* place = static_cast<std::byte*>(out) + first;
+  copy(place, own, static_cast<std::size_t>(std::min(share, bytes - first)));
+  calls_.push_back(collectives_->gather_shares(place, bytes, share, out, stream_));
+}
+
+void DeviceGpus::broadcast(void* x, std::int64_t bytes, int root) {
+  calls_.push_back(
+      collectives_->broadcast({x, Dtype::u8, {bytes}, device()}, root, {.stream = &stream_}));
+}
+
+void DeviceGpus::all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts) {
+  calls_.push_back(collectives_->all_to_all(x, out, std::move(counts), {.stream = &stream_}));
+}
+
+void DeviceGpus::convert(const ConstTensorView& from, const TensorView& to) {
+  if (from.dtype == to.dtype) return copy(to.data, from.data, from.bytes());
+  const OnDevice here(device().index);
+  const Conversion conversion{static_cast<const std::byte*>(from.data),
+                              static_cast<std::byte*>(to.data), from.shape.product(), from.dtype,
+                              to.dtype};
+  check(launch_convert(conversion, engine_->local_sms(), beside_), "launch_convert");
+}
+
+void DeviceGpus::copy(void* to, const void* from, std::size_t bytes) {
+  if (bytes == 0 || to == from) return;
+  const OnDevice here(device().index);
+  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, beside_), "cudaMemcpyAsync");
+}
+
+Event DeviceGpus::mark() {
+  return Event(
+      std::make_shared<MarkEvent>(stream_.record(), std::exchange(calls_, std::vector<Event>())));
+}
+
+void DeviceGpus::check_stream(const char* call, const Stream& stream) const {
+  const OnDevice here(device().index);
+  if (!capture_of(static_cast<cudaStream_t>(stream.native())).active) return;
+  throw Error(ErrorKind::unsupported,
+              std::string(call) +
+                  ": its stream is being captured into a CUDA graph; collectives of several domains "
+                  "cross by the CPU and cannot be captured",
+              {-1, -1, call, 0, 0, 0});
+}
+
+Event DeviceGpus::hold(Stream& stream, std::uint64_t number, Event done) {
+  const OnDevice here(device().index);
+  const auto native = static_cast<cudaStream_t>(stream.native());
+  wait_for_word(native, reinterpret_cast<const std::uint64_t*>(word_.get()), number);
+  GpuEvent point = engine_->gpu().events()->take();
+  check(cudaEventRecord(point.get(), native), "cudaEventRecord");
+  return Event(std::make_shared<HeldEvent>(std::move(done), std::move(point)));
+}
+
+void DeviceGpus::release(std::uint64_t number) {
+  const std::atomic_ref word(*reinterpret_cast<std::uint64_t*>(word_.get()));
+  // Release: what the call stored comes before whatever the stream does next.
+  word.store(number, std::memory_order_release);
+}
+
+void DeviceGpus::fail(const char* call, const Error& error) {
+  engine_->give_up(call, error);
+  (void)settle(10s);
+}
+
+/// False: the stream has not ended by then.
+bool DeviceGpus::settle(std::chrono::nanoseconds most) noexcept {
+  try {
+    const OnDevice here(device().index);
+    poll([this] { return cudaStreamQuery(beside_) != cudaErrorNotReady; }, most, {});
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+}  // namespace ferry::cuda

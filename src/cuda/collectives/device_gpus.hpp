@@ -1,0 +1,59 @@
+// The GPUs of a domain, for collectives of several: each operation is a call of the collectives of
+// this domain, or a copy, on a stream beside the caller's.
+#pragma once
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "cuda/collectives/domain_gpus.hpp"
+#include "cuda/collectives/engine.hpp"
+#include "cuda/runtime/pinned.hpp"
+#include "cuda/runtime/runtime.hpp"
+
+namespace ferry::cuda {
+
+class DeviceGpus final : public DomainGpus {
+ public:
+  /// Bytes of a room.
+  static constexpr std::size_t kRoom = std::size_t{8} << 20;
+  static constexpr int kRooms = 2;
+  /// Registered memory of the collectives that it takes for itself.
+  static std::size_t scratch_bytes(int rails);
+
+  /// `collectives`: on `engine`, of nobody else.
+  DeviceGpus(std::shared_ptr<CudaEngine> engine, std::shared_ptr<CudaCollectives> collectives,
+             int rails);
+  ~DeviceGpus() override;
+
+  Device device() const override { return engine_->device(); }
+  Engine& engine() override { return *engine_; }
+  std::size_t room_bytes() const override { return kRoom; }
+  DomainRoom room(int slot) override;
+  void begin(const Event& after) override;
+  void reduce_shares(const ConstTensorView& x, ReduceOp op, std::int64_t share, void* own) override;
+  void gather_shares(const void* own, std::int64_t bytes, std::int64_t share, void* out) override;
+  void broadcast(void* x, std::int64_t bytes, int root) override;
+  void all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts) override;
+  void convert(const ConstTensorView& from, const TensorView& to) override;
+  Event mark() override;
+  void check_stream(const char* call, const Stream& stream) const override;
+  Event hold(Stream& stream, std::uint64_t number, Event done) override;
+  void release(std::uint64_t number) override;
+  void fail(const char* call, const Error& error) override;
+
+ private:
+  void copy(void* to, const void* from, std::size_t bytes);
+  bool settle(std::chrono::nanoseconds most) noexcept;
+
+  std::shared_ptr<CudaEngine> engine_;
+  std::shared_ptr<CudaCollectives> collectives_;
+  std::size_t scratch_each_;
+  Tensor scratch_{};
+  std::shared_ptr<std::byte> pinned_{};
+  std::shared_ptr<std::byte> word_{};  ///< pinned: the number that is released
+  cudaStream_t beside_ = nullptr;
+  Stream stream_{std::shared_ptr<Stream::Queue>()};  ///< that, as a Stream
+  std::vector<Event> calls_{};                       ///< since the last mark
+};
+
+}  // namespace ferry::cuda
