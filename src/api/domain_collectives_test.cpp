@@ -33,7 +33,7 @@ class HostGpus final : public cuda::DomainGpus {
     std::byte* memory = memory_[index(slot)].data();
     return {memory, memory + room_, memory + 2 * room_};
   }
-  void begin(const Event& after) override { after.wait(); }
+  void begin(const Event& after, int) override { after.wait(); }
   void reduce_shares(const ConstTensorView& x, ReduceOp op, std::int64_t share,
                      void* own) override {
     Bytes all(x.bytes());
@@ -64,7 +64,7 @@ class HostGpus final : public cuda::DomainGpus {
     }
   }
   Event mark() override { return {}; }
-  void check_stream(const char*, const Stream&) const override {}
+  void check_call(const char*, const Stream*, int) const override {}
   Event hold(Stream&, std::uint64_t number, Event done) override {
     EXPECT_GT(number, std::exchange(held_, number));
     return done;
@@ -112,6 +112,8 @@ class HostGpus final : public cuda::DomainGpus {
 struct Shape {
   const char* name;
   std::vector<int> labels;
+  FabricKind kind = FabricKind::local;
+  FabricKind network = FabricKind::automatic;
   std::size_t room = 64 << 10;
 };
 
@@ -119,7 +121,8 @@ std::shared_ptr<cuda::DomainCollectives> make(Bootstrap& bootstrap, const Shape&
                                               std::chrono::nanoseconds deadline = 20s) {
   GroupConfig config;
   config.deadline = deadline;
-  const Inside inside{FabricKind::local, Domains(shape.labels)};
+  config.network = shape.network;
+  const Inside inside{shape.kind, Domains(shape.labels)};
   cuda::CollectiveWires rails = make_rails(bootstrap, config, inside);
   DomainBootstrap part(bootstrap, inside.domains);
   auto gpus = host::make_host_collectives(
@@ -151,7 +154,9 @@ INSTANTIATE_TEST_SUITE_P(
     Domains, DomainCollectivesTest,
     ::testing::Values(Shape{"TwoOfTwo", {0, 0, 1, 1}}, Shape{"Uneven", {0, 0, 0, 1, 1}},
                       Shape{"Mixed", {0, 1, 1, 0, 2, 2, 0}},
-                      Shape{"OfOne", {0, 1, 2}}),
+                      Shape{"OfOne", {0, 1, 2}}, Shape{"Shm", {0, 0, 1, 1}, FabricKind::shm},
+                      Shape{"Network", {0, 0, 1}, FabricKind::local,
+                            has_network() ? FabricKind::ofi : FabricKind::sim}),
     [](const auto& one) { return one.param.name; });
 
 TensorView view(Bytes& bytes, Dtype dtype) {
@@ -244,6 +249,21 @@ TEST_P(DomainCollectivesTest, BlocksOfAnySizeGoToAll) {
                      {out.data(), Dtype::i32, {std::ssize(out)}}, counts, {});
       EXPECT_EQ(out, expected) << scale;
     }
+  });
+}
+
+TEST_P(DomainCollectivesTest, BlocksInPlace) {
+  each([&](cuda::DomainCollectives& all) {
+    const std::size_t bytes = 30'001, own = index(all.rank()) * bytes;
+    const auto whole = static_cast<std::int64_t>(bytes) * all.size();
+    const auto inputs = inputs_of(Dtype::u8, whole, all.size(), 3);
+    Bytes x = inputs[index(all.rank())];
+    const Bytes expected = reduced(Dtype::u8, ReduceOp::sum, inputs, domains());
+    const TensorView block{x.data() + own, Dtype::u8, {std::ssize(x) / all.size()}};
+    all.reduce_scatter(view(x, Dtype::u8), block, {});
+    EXPECT_EQ(part(x, own, bytes), part(expected, own, bytes));
+    all.all_gather(block, view(x, Dtype::u8), {});
+    EXPECT_EQ(x, expected);
   });
 }
 

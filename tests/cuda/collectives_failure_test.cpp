@@ -17,13 +17,15 @@ std::size_t bytes_of(std::int64_t floats) {
   return static_cast<std::size_t>(floats) * 4;
 }
 
-TEST(CollectivesFailures, ARankThatStaysAwayIsNamed) {
+/// Ranks in domains of this size; 0: in one.
+void rank_stays_away(int ranks, int domain_size) {
   if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
   const RankBody rank = [&](Bootstrap& bootstrap) {
     take_gpu(bootstrap);
     GroupConfig config;
     config.backend = Backend::cuda;
     config.deadline = 4s;
+    config.domain_size = domain_size;
     for (const std::int64_t count : {100, 1'000'000}) {
       const Buffer x(bytes_of(count));
       Collectives all(borrowed(bootstrap), config);
@@ -37,7 +39,14 @@ TEST(CollectivesFailures, ARankThatStaysAwayIsNamed) {
       bootstrap.all_gather({}, 60s);
     }
   };
-  for (const std::string& problem : run_on_crew(3, 1, rank, 60)) ADD_FAILURE() << problem;
+  for (const std::string& problem : run_on_crew(ranks, 1, rank, 60)) ADD_FAILURE() << problem;
+}
+
+TEST(CollectivesFailures, ARankThatStaysAwayIsNamed) {
+  rank_stays_away(3, 0);
+}
+TEST(CollectivesFailures, ARankThatStaysAwayIsNamedInDomains) {
+  rank_stays_away(4, 2);
 }
 
 /// A rank is killed while all make calls one after another, each of them of this size.
@@ -45,12 +54,17 @@ struct Killed {
   const char* name;
   std::int64_t count;
   bool registered;
+  int ranks = 3;
+  int domain_size = 0;  ///< 0: one domain
 };
 class CollectivesKillTest : public ::testing::TestWithParam<Killed> {};
 INSTANTIATE_TEST_SUITE_P(Calls, CollectivesKillTest,
                          ::testing::Values(Killed{"OneShot", 1000, false},
                                            Killed{"Staged", 4'000'000, false},
-                                           Killed{"Direct", 4'000'000, true}),
+                                           Killed{"Direct", 4'000'000, true},
+                                           Killed{"SmallInDomains", 1000, false, 4, 2},
+                                           Killed{"InDomains", 4'000'000, true, 4, 2},
+                                           Killed{"InDomainsOfOne", 4'000'000, true, 3, 1}),
                          [](const auto& one) { return one.param.name; });
 
 TEST_P(CollectivesKillTest, SurvivorsNameTheDead) {
@@ -63,6 +77,7 @@ TEST_P(CollectivesKillTest, SurvivorsNameTheDead) {
     config.backend = Backend::cuda;
     config.deadline = 30s;  // a rank that is waited for until then is late, not dead
     config.memory_bytes = bytes_of(count);
+    config.domain_size = GetParam().domain_size;
     Collectives all(borrowed(bootstrap), config);
     const Buffer ordinary(bytes_of(count));
     const Tensor own = all.empty({count}, Dtype::f32);
@@ -85,23 +100,9 @@ TEST_P(CollectivesKillTest, SurvivorsNameTheDead) {
     need(cudaMemset(after.data(), 0, 1 << 20), "cudaMemset");
     need(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   };
-  const auto problems = run_ranks(3, 1, rank, 90);
+  const auto problems = run_ranks(GetParam().ranks, 1, rank, 90);
   ASSERT_EQ(problems.size(), 1u) << (problems.empty() ? "" : problems.back());
   EXPECT_NE(problems[0].find("rank 1: its process ended"), std::string::npos) << problems[0];
-}
-
-TEST(CollectivesFailures, DomainsAreRefused) {
-  if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
-  const RankBody rank = [&](Bootstrap& bootstrap) {
-    take_gpu(bootstrap);
-    GroupConfig config;
-    config.backend = Backend::cuda;
-    config.domain_size = 1;
-    const Error error = need_error(ErrorKind::unsupported, "domains were taken",
-                                   [&] { Collectives(borrowed(bootstrap), config); });
-    need(std::string(error.what()).find("hierarchical") != std::string::npos, error.what());
-  };
-  for (const std::string& problem : run_on_crew(2, 1, rank, 60)) ADD_FAILURE() << problem;
 }
 
 }  // namespace

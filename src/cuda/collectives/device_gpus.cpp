@@ -90,14 +90,15 @@ DomainRoom DeviceGpus::room(int slot) {
           scratch_.as<std::byte>() + static_cast<std::size_t>(slot) * scratch_each_};
 }
 
-void DeviceGpus::begin(const Event& after) {
+void DeviceGpus::begin(const Event& after, int num_sms) {
   const OnDevice here(device().index);
+  num_sms_ = num_sms;
   stream_.wait(after);
 }
 
 void DeviceGpus::reduce_shares(const ConstTensorView& x, ReduceOp op, std::int64_t share,
                                void* own) {
-  calls_.push_back(collectives_->reduce_shares(x, op, share, own, stream_));
+  calls_.push_back(collectives_->reduce_shares(x, op, share, own, {&stream_, num_sms_}));
 }
 
 /// By a copy first: kernels would read pinned memory once for every rank.
@@ -105,16 +106,16 @@ void DeviceGpus::gather_shares(const void* own, std::int64_t bytes, std::int64_t
   const std::int64_t first = std::min(bytes, engine_->rank() * share);
   std::byte* place = static_cast<std::byte*>(out) + first;
   copy(place, own, static_cast<std::size_t>(std::min(share, bytes - first)));
-  calls_.push_back(collectives_->gather_shares(place, bytes, share, out, stream_));
+  calls_.push_back(collectives_->gather_shares(place, bytes, share, out, {&stream_, num_sms_}));
 }
 
 void DeviceGpus::broadcast(void* x, std::int64_t bytes, int root) {
   calls_.push_back(
-      collectives_->broadcast({x, Dtype::u8, {bytes}, device()}, root, {.stream = &stream_}));
+      collectives_->broadcast({x, Dtype::u8, {bytes}, device()}, root, {&stream_, num_sms_}));
 }
 
 void DeviceGpus::all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts) {
-  calls_.push_back(collectives_->all_to_all(x, out, std::move(counts), {.stream = &stream_}));
+  calls_.push_back(collectives_->all_to_all(x, out, std::move(counts), {&stream_, num_sms_}));
 }
 
 void DeviceGpus::convert(const ConstTensorView& from, const TensorView& to) {
@@ -137,9 +138,10 @@ Event DeviceGpus::mark() {
       std::make_shared<MarkEvent>(stream_.record(), std::exchange(calls_, std::vector<Event>())));
 }
 
-void DeviceGpus::check_stream(const char* call, const Stream& stream) const {
+void DeviceGpus::check_call(const char* call, const Stream* stream, int num_sms) const {
+  (void)engine_->sms_for(call, num_sms);
   const OnDevice here(device().index);
-  if (!capture_of(static_cast<cudaStream_t>(stream.native())).active) return;
+  if (stream == nullptr || !capture_of(static_cast<cudaStream_t>(stream->native())).active) return;
   throw Error(ErrorKind::unsupported,
               std::string(call) +
                   ": its stream is being captured into a CUDA graph; collectives of several domains "

@@ -29,14 +29,14 @@ class DeviceGpus final : public DomainGpus {
   Engine& engine() override { return *engine_; }
   std::size_t room_bytes() const override { return kRoom; }
   DomainRoom room(int slot) override;
-  void begin(const Event& after) override;
+  void begin(const Event& after, int num_sms) override;
   void reduce_shares(const ConstTensorView& x, ReduceOp op, std::int64_t share, void* own) override;
   void gather_shares(const void* own, std::int64_t bytes, std::int64_t share, void* out) override;
   void broadcast(void* x, std::int64_t bytes, int root) override;
   void all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts) override;
   void convert(const ConstTensorView& from, const TensorView& to) override;
   Event mark() override;
-  void check_stream(const char* call, const Stream& stream) const override;
+  void check_call(const char* call, const Stream* stream, int num_sms) const override;
   Event hold(Stream& stream, std::uint64_t number, Event done) override;
   void release(std::uint64_t number) override;
   void fail(const char* call, const Error& error) override;
@@ -53,6 +53,7 @@ class DeviceGpus final : public DomainGpus {
   std::shared_ptr<std::byte> word_{};  ///< pinned: the number that is released
   cudaStream_t beside_ = nullptr;
   Stream stream_{std::shared_ptr<Stream::Queue>()};  ///< that, as a Stream
+  int num_sms_ = 0;                                  ///< of the call
   std::vector<Event> calls_{};                       ///< since the last mark
 };
 

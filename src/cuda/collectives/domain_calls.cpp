@@ -103,7 +103,7 @@ Event DomainCollectives::all_reduce(const TensorView& x, const ReduceOptions& as
     gpus.gather_shares(room.leaving, part(step) * element, share_of(part(step)) * element, out);
     if (wide != dtype) gpus.convert(gpu(out, wide, part(step)), gpu(data(step), dtype, part(step)));
   };
-  return enter({signature_of(CallKind::all_reduce, dtype, count, asked)}, asked.stream,
+  return enter({signature_of(CallKind::all_reduce, dtype, count, asked), asked.num_sms}, asked.stream,
                [this, n = steps_of(count, each), steps = std::move(steps)] { take_steps(n, steps); });
 }
 
@@ -154,7 +154,7 @@ Event DomainCollectives::reduce_scatter(const ConstTensorView& x, const TensorVi
     gpus.convert(gpu(room.scratch + place() * some * element, wide, some),
                  gpu(at(out.data, step * each * narrow), dtype, some));
   };
-  return enter({signature_of(CallKind::reduce_scatter, dtype, x.shape.product(), asked)},
+  return enter({signature_of(CallKind::reduce_scatter, dtype, x.shape.product(), asked), asked.num_sms},
                asked.stream, [this, n = steps_of(block, each), steps = std::move(steps)] {
                  take_steps(n, steps);
                });
@@ -203,7 +203,8 @@ Event DomainCollectives::all_gather(const ConstTensorView& x, const TensorView& 
       }
     }
   };
-  return enter({signature_of(CallKind::all_gather, x.dtype, x.shape.product())}, options.stream,
+  return enter({signature_of(CallKind::all_gather, x.dtype, x.shape.product()), options.num_sms},
+               options.stream,
                [this, n = steps_of(block, each), steps = std::move(steps)] { take_steps(n, steps); });
 }
 
@@ -235,7 +236,7 @@ Event DomainCollectives::broadcast(const TensorView& x, int root, const Collecti
   };
   CallSignature call = signature_of(CallKind::broadcast, x.dtype, x.shape.product());
   call.collective.root = static_cast<std::uint32_t>(root);
-  return enter({call}, options.stream, [this, n = steps_of(count, each), steps = std::move(steps)] {
+  return enter({call, options.num_sms}, options.stream, [this, n = steps_of(count, each), steps = std::move(steps)] {
     take_steps(n, steps);
   });
 }
@@ -325,7 +326,7 @@ Event DomainCollectives::all_to_all(const ConstTensorView& x, const TensorView& 
       end += from.count(r, step) * element;
     }
   };
-  Call call{signature_of(CallKind::all_to_all, dtype, 0), counts.to};
+  Call call{signature_of(CallKind::all_to_all, dtype, 0), options.num_sms, counts.to};
   call.counts.insert(call.counts.end(), counts.from.begin(), counts.from.end());
   return enter(std::move(call), options.stream, [this, each, steps = std::move(steps)] {
     take_steps(steps_of(longest_block_, each), steps);

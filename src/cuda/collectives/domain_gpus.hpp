@@ -18,7 +18,7 @@ struct DomainRoom {
 
 /// One rank's part in what the GPUs of its domain do. All but `await` return at once; what they
 /// start runs in the order of the calls, which all ranks of the domain make alike. Ranks are those
-/// of the domain. On one thread, but for `hold` and `check_stream`.
+/// of the domain. On one thread, but for `hold` and `check_call`.
 class DomainGpus {
  public:
   virtual ~DomainGpus() = default;
@@ -29,8 +29,8 @@ class DomainGpus {
   virtual std::size_t room_bytes() const = 0;
   virtual DomainRoom room(int slot) = 0;
 
-  /// What follows begins after that.
-  virtual void begin(const Event& after) = 0;
+  /// What follows begins after that; its kernels have so many SMs, 0: a default.
+  virtual void begin(const Event& after, int num_sms) = 0;
   /// The domain's sum, or what `op` makes, of `elements` of each rank's `x`; rank r gets elements
   /// [r · share, (r + 1) · share) of it. A mean is a sum here.
   virtual void reduce_shares(const ConstTensorView& x, ReduceOp op, std::int64_t share,
@@ -45,8 +45,8 @@ class DomainGpus {
   /// The end of what was started so far; waiting for it throws what its kernels met.
   virtual Event mark() = 0;
 
-  /// Throws unless work may be ordered with this stream.
-  virtual void check_stream(const char* call, const Stream& stream) const = 0;
+  /// Throws unless a call may have so many SMs, and be ordered with this stream; null: none.
+  virtual void check_call(const char* call, const Stream* stream, int num_sms) const = 0;
   /// What comes next in the caller's stream waits for `release` of this number, or a later one. The
   /// result is complete with `done`, and other streams can wait for it.
   virtual Event hold(Stream& stream, std::uint64_t number, Event done) = 0;

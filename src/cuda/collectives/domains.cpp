@@ -116,7 +116,8 @@ Event DomainCollectives::enter(Call call, Stream* stream, std::function<void()> 
   const char* name = name_of(call.signature.kind);
   std::unique_lock lock(turn_);
   check_usable(name);
-  if (stream != nullptr) parts_.gpus->check_stream(name, *stream);
+  parts_.gpus->check_call(name, stream, call.num_sms);
+  call.signature.collective.blocks = call.num_sms;
   const Event before = stream != nullptr ? stream->record() : Event();
   const std::uint64_t number = ++calls_;
   const Event done = parts_.thread.submit(
@@ -165,7 +166,7 @@ void DomainCollectives::carry(const char* name, const Call& call, const Event& b
     check_usable(name);
     refused = agree(name, call);
     if (!refused) {
-      parts_.gpus->begin(before);
+      parts_.gpus->begin(before, call.num_sms);
       work();
     }
   } catch (const Error& error) {

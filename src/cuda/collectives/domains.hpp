@@ -94,6 +94,7 @@ class DomainCollectives final : public CollectivesEngine, public Engine {
   /// A call, as all ranks must make it; `counts`: of all_to_all.
   struct Call {
     CallSignature signature{};
+    int num_sms = 0;
     std::vector<std::int64_t> counts{};
   };
   /// What is done with one step of a call, each with its room: the GPUs bring it to `leaving`, it

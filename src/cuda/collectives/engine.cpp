@@ -213,9 +213,9 @@ Event CudaCollectives::all_to_all(const ConstTensorView& x, const TensorView& ou
 }
 
 Event CudaCollectives::reduce_shares(const ConstTensorView& x, ReduceOp op, std::int64_t share,
-                                     void* own, Stream& stream) {
+                                     void* own, const CollectiveOptions& options) {
   const std::int64_t bytes = bytes_of(x), element = static_cast<std::int64_t>(size_of(x.dtype));
-  CollectiveParameters p = parameters(CallKind::reduce_scatter, x.dtype, x.shape.product(), 0);
+  CollectiveParameters p = parameters(CallKind::reduce_scatter, x.dtype, x.shape.product(), options.num_sms);
   p.op = op == ReduceOp::mean ? ReduceOp::sum : op;
   p.call.collective.op = static_cast<std::uint8_t>(p.op);
   p.reduces = true;
@@ -223,18 +223,18 @@ Event CudaCollectives::reduce_shares(const ConstTensorView& x, ReduceOp op, std:
   p.out = static_cast<std::byte*>(own);
   p.to = {.stride = share * element, .bytes = share * element, .end = bytes};
   if (share * element % 16 == 0) place(p, x.data, bytes);  // shares begin with whole vectors
-  return run(p, share * element, is_small(share * element), &stream);
+  return run(p, share * element, is_small(share * element), options.stream);
 }
 
 Event CudaCollectives::gather_shares(const void* own, std::int64_t bytes, std::int64_t share,
-                                     void* out, Stream& stream) {
-  CollectiveParameters p = parameters(CallKind::all_gather, Dtype::u8, bytes, 0);
+                                     void* out, const CollectiveOptions& options) {
+  CollectiveParameters p = parameters(CallKind::all_gather, Dtype::u8, bytes, options.num_sms);
   p.x = static_cast<const std::byte*>(own);
   p.out = static_cast<std::byte*>(out);
   p.from = {.stride = share, .bytes = share, .end = bytes};
   p.to = {.bytes = p.from.size(engine_->rank(), engine_->size())};
   place(p, out, bytes);
-  return run(p, share, is_small(share), &stream);
+  return run(p, share, is_small(share), options.stream);
 }
 
 void CudaCollectives::split(CollectiveParameters& p, const BlockCounts& counts,

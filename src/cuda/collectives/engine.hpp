@@ -36,10 +36,10 @@ class CudaCollectives final : public CollectivesEngine {
 
   /// Rank r gets elements [r · share, (r + 1) · share) of what is reduced of all; a mean is a sum.
   Event reduce_shares(const ConstTensorView& x, ReduceOp op, std::int64_t share, void* own,
-                      Stream& stream);
+                      const CollectiveOptions& options);
   /// `own` is [r · share, (r + 1) · share) of the `bytes` that all ranks get.
   Event gather_shares(const void* own, std::int64_t bytes, std::int64_t share, void* out,
-                      Stream& stream);
+                      const CollectiveOptions& options);
 
   Choice choice(std::size_t bytes, bool /*any_order*/) const override {
     return {.algorithm = is_small(static_cast<std::int64_t>(bytes)) ? Algorithm::one_shot
