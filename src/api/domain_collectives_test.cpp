@@ -125,9 +125,9 @@ std::shared_ptr<cuda::DomainCollectives> make(Bootstrap& bootstrap, const Shape&
   const Inside inside{shape.kind, Domains(shape.labels)};
   cuda::CollectiveWires rails = make_rails(bootstrap, config, inside);
   DomainBootstrap part(bootstrap, inside.domains);
-  auto gpus = host::make_host_collectives(
-      part, config, Domains::blocks(part.size(), 0),
-      fabric::make_local_fabric(part, config.deadline, config.on_wait));
+  auto gpus =
+      host::make_host_collectives(part, config, Domains::blocks(part.size(), 0),
+                                  fabric::make_local_fabric(part, config.deadline, config.on_wait));
   part.finish({}, config.deadline, {});
   return std::make_shared<cuda::DomainCollectives>(cuda::DomainCollectivesParts{
       config, inside.domains, rails.all, rails.rail,
@@ -153,9 +153,11 @@ class DomainCollectivesTest : public ::testing::TestWithParam<Shape> {
 INSTANTIATE_TEST_SUITE_P(
     Domains, DomainCollectivesTest,
     ::testing::Values(Shape{"TwoOfTwo", {0, 0, 1, 1}}, Shape{"Uneven", {0, 0, 0, 1, 1}},
-                      Shape{"Mixed", {0, 1, 1, 0, 2, 2, 0}},
-                      Shape{"OfOne", {0, 1, 2}}, Shape{"Shm", {0, 0, 1, 1}, FabricKind::shm},
-                      Shape{"Network", {0, 0, 1}, FabricKind::local,
+                      Shape{"Mixed", {0, 1, 1, 0, 2, 2, 0}}, Shape{"OfOne", {0, 1, 2}},
+                      Shape{"Shm", {0, 0, 1, 1}, FabricKind::shm},
+                      Shape{"Network",
+                            {0, 0, 1},
+                            FabricKind::local,
                             has_network() ? FabricKind::ofi : FabricKind::sim}),
     [](const auto& one) { return one.param.name; });
 
@@ -343,9 +345,9 @@ TEST_P(DomainCollectivesTest, RanksThatDisagreeLearnItAndGoOn) {
     });
     ASSERT_TRUE(differ.has_value());
     EXPECT_EQ(differ->kind(), ErrorKind::mismatch);
-    EXPECT_NE(std::string(differ->what())
-                  .find("rank 0 sends 11 elements to rank 1, which expects 10"),
-              std::string::npos)
+    EXPECT_NE(
+        std::string(differ->what()).find("rank 0 sends 11 elements to rank 1, which expects 10"),
+        std::string::npos)
         << differ->what();
     all.all_reduce({x.data(), Dtype::f32, {2000}}, {});
     EXPECT_EQ(x[0], static_cast<float>(all.size()));

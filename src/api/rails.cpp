@@ -40,8 +40,8 @@ cuda::CollectiveWires make_rails(Bootstrap& bootstrap, const GroupConfig& config
                                          make_wires(bootstrap, config, inside));
   const int place = domains.index(bootstrap.rank());
   const bool rides = place < cuda::rails_of(domains);
-  DomainBootstrap part(bootstrap, rides ? cuda::rail_ranks(domains, place)
-                                        : std::vector<int>{bootstrap.rank()});
+  DomainBootstrap part(
+      bootstrap, rides ? cuda::rail_ranks(domains, place) : std::vector<int>{bootstrap.rank()});
   std::optional<Error> failed;
   try {
     if (rides) {

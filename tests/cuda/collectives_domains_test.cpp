@@ -33,16 +33,12 @@ INSTANTIATE_TEST_SUITE_P(Domains, CollectivesInDomains,
 
 TEST_P(CollectivesInDomains, ReduceAsTheHostDoes) {
   each([&](Pair& pair) {
-    std::vector<Case> all{{Dtype::f32, ReduceOp::sum, 0},
-                          {Dtype::f32, ReduceOp::sum, 1},
-                          {Dtype::f32, ReduceOp::mean, 1000},
-                          {Dtype::bf16, ReduceOp::mean, 20'001},
-                          {Dtype::f16, ReduceOp::sum, 300'001},
-                          {Dtype::i64, ReduceOp::max, 1000},
-                          {Dtype::u8, ReduceOp::sum, 20'001},
-                          {Dtype::bf16, ReduceOp::product, 3},
-                          {Dtype::f16, ReduceOp::min, 1000},
-                          {Dtype::i32, ReduceOp::sum, 1'000'003}};
+    std::vector<Case> all{
+        {Dtype::f32, ReduceOp::sum, 0},       {Dtype::f32, ReduceOp::sum, 1},
+        {Dtype::f32, ReduceOp::mean, 1000},   {Dtype::bf16, ReduceOp::mean, 20'001},
+        {Dtype::f16, ReduceOp::sum, 300'001}, {Dtype::i64, ReduceOp::max, 1000},
+        {Dtype::u8, ReduceOp::sum, 20'001},   {Dtype::bf16, ReduceOp::product, 3},
+        {Dtype::f16, ReduceOp::min, 1000},    {Dtype::i32, ReduceOp::sum, 1'000'003}};
     for (const Case& c : all) {
       for (const At at : kAll) reduce(pair, c, at);
     }
@@ -76,7 +72,8 @@ TEST_P(CollectivesInDomains, SumsCrossInCodes) {
     std::byte* every = pair.memory(At::registered, 1, Dtype::f32);
     const auto sum = [&](ReduceFormat format) {
       pair.copier.put(x, mine);
-      pair.gpu.all_reduce(pair.view(x, Dtype::f32, kCount), {.op = ReduceOp::mean, .format = format});
+      pair.gpu.all_reduce(pair.view(x, Dtype::f32, kCount),
+                          {.op = ReduceOp::mean, .format = format});
       const Bytes bytes = pair.get(x, mine.size() * 4);
       std::vector<float> got(mine.size());
       std::memcpy(got.data(), bytes.data(), bytes.size());
@@ -119,8 +116,7 @@ TEST_P(CollectivesInDomains, StreamsKeepTheOrderOfCalls) {
     constexpr int kRounds = 4;
     for (int i = 0; i < kRounds; ++i) {
       Stream* stream = i % 2 == 0 ? &a.stream : &b.stream;
-      const Event event =
-          pair.gpu.all_reduce(pair.view(x, Dtype::f32, count), {.stream = stream});
+      const Event event = pair.gpu.all_reduce(pair.view(x, Dtype::f32, count), {.stream = stream});
       if (i + 1 < kRounds) (i % 2 == 0 ? b : a).stream.wait(event);
     }
     need(cudaMemcpyAsync(copy, x, bytes, cudaMemcpyDeviceToDevice, b.raw), "cudaMemcpyAsync");
@@ -148,9 +144,8 @@ TEST_P(CollectivesInDomains, RanksThatDisagreeLearnItAndGoOn) {
     pair.meet();
     OwnStream own(pair.device);
     need(cudaStreamBeginCapture(own.raw, cudaStreamCaptureModeRelaxed), "cudaStreamBeginCapture");
-    need_error(ErrorKind::unsupported, "a captured stream was taken", [&] {
-      pair.gpu.all_reduce(pair.view(x, Dtype::f32, 8), {.stream = &own.stream});
-    });
+    need_error(ErrorKind::unsupported, "a captured stream was taken",
+               [&] { pair.gpu.all_reduce(pair.view(x, Dtype::f32, 8), {.stream = &own.stream}); });
     cudaGraph_t graph = nullptr;
     need(cudaStreamEndCapture(own.raw, &graph), "cudaStreamEndCapture");
     cudaGraphDestroy(graph);

@@ -91,7 +91,8 @@ inline void on_pairs(int ranks, bool threads, const std::function<void(Pair&)>& 
   }
 }
 
-inline void need_same(Dtype dtype, const Bytes& got, const Bytes& expected, const std::string& what) {
+inline void need_same(Dtype dtype, const Bytes& got, const Bytes& expected,
+                      const std::string& what) {
   need(got.size() == expected.size(), what + ": sizes");
   const std::int64_t at = host::test::first_difference(dtype, got, expected);
   need(at < 0, what + ": other bits than the host engine's at element " + std::to_string(at));
@@ -114,7 +115,7 @@ inline bool is_float(Dtype dtype) {
 }
 
 inline constexpr Dtype kReduced[] = {Dtype::f32, Dtype::bf16, Dtype::f16,
-                              Dtype::i32, Dtype::i64,  Dtype::u8};
+                                     Dtype::i32, Dtype::i64,  Dtype::u8};
 
 inline std::vector<Case> cases(bool few) {
   std::vector<Case> all;

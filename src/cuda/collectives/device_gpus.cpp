@@ -142,11 +142,12 @@ void DeviceGpus::check_call(const char* call, const Stream* stream, int num_sms)
   (void)engine_->sms_for(call, num_sms);
   const OnDevice here(device().index);
   if (stream == nullptr || !capture_of(static_cast<cudaStream_t>(stream->native())).active) return;
-  throw Error(ErrorKind::unsupported,
-              std::string(call) +
-                  ": its stream is being captured into a CUDA graph; collectives of several domains "
-                  "cross by the CPU and cannot be captured",
-              {-1, -1, call, 0, 0, 0});
+  throw Error(
+      ErrorKind::unsupported,
+      std::string(call) +
+          ": its stream is being captured into a CUDA graph; collectives of several domains "
+          "cross by the CPU and cannot be captured",
+      {-1, -1, call, 0, 0, 0});
 }
 
 Event DeviceGpus::hold(Stream& stream, std::uint64_t number, Event done) {

@@ -1,6 +1,7 @@
 // The calls of collectives over several domains, step by step.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "base/hash.hpp"
@@ -76,7 +77,8 @@ Event DomainCollectives::all_reduce(const TensorView& x, const ReduceOptions& as
   constexpr std::int64_t kSteps = 4, kLeast = 256 << 10;
   const std::int64_t most = rails_ * (room() / element / kUnit * kUnit);
   const std::int64_t least = std::min(most, rails_ * kLeast / element);
-  const std::int64_t each = std::clamp(up((count + kSteps - 1) / kSteps, rails_ * kUnit), least, most);
+  const std::int64_t each =
+      std::clamp(up((count + kSteps - 1) / kSteps, rails_ * kUnit), least, most);
   const ReduceOptions options = crossing_options(asked, dtype);
   const auto part = [=](std::int64_t step) { return std::min(each, count - step * each); };
   const auto data = [=](std::int64_t step) {
@@ -103,20 +105,25 @@ Event DomainCollectives::all_reduce(const TensorView& x, const ReduceOptions& as
     gpus.gather_shares(room.leaving, part(step) * element, share_of(part(step)) * element, out);
     if (wide != dtype) gpus.convert(gpu(out, wide, part(step)), gpu(data(step), dtype, part(step)));
   };
-  return enter({signature_of(CallKind::all_reduce, dtype, count, asked), asked.num_sms}, asked.stream,
-               [this, n = steps_of(count, each), steps = std::move(steps)] { take_steps(n, steps); });
+  return enter(
+      {signature_of(CallKind::all_reduce, dtype, count, asked), asked.num_sms}, asked.stream,
+      [this, n = steps_of(count, each), steps = std::move(steps)] { take_steps(n, steps); });
 }
 
 /// The blocks for the ranks of a domain lie one behind the other, padded to those of the largest.
 Event DomainCollectives::reduce_scatter(const ConstTensorView& x, const TensorView& out,
                                         const ReduceOptions& asked) {
   const Dtype dtype = x.dtype, wide = summed(dtype);
-  const std::int64_t block = out.shape.product(), narrow = bytes_of(dtype), element = bytes_of(wide);
+  const std::int64_t block = out.shape.product(), narrow = bytes_of(dtype),
+                     element = bytes_of(wide);
   const std::int64_t most = rails_ * (room() / domains() / element / kUnit * kUnit);
-  const std::int64_t each = std::min(std::max<std::int64_t>(block, 1), down(most / largest_domain_));
+  const std::int64_t each =
+      std::min(std::max<std::int64_t>(block, 1), down(most / largest_domain_));
   const ReduceOptions options = crossing_options(asked, dtype);
   const auto part = [=](std::int64_t step) { return std::min(each, block - step * each); };
-  const auto padded = [=, this](std::int64_t step) { return up(largest_domain_ * part(step), kUnit); };
+  const auto padded = [=, this](std::int64_t step) {
+    return up(largest_domain_ * part(step), kUnit);
+  };
   const auto share = [=, this](std::int64_t step) { return share_of(padded(step)); };
   const auto elements = [=, this](int d, std::int64_t step) {
     return std::ssize(parts_.domains.members(d)) * part(step);
@@ -154,20 +161,24 @@ Event DomainCollectives::reduce_scatter(const ConstTensorView& x, const TensorVi
     gpus.convert(gpu(room.scratch + place() * some * element, wide, some),
                  gpu(at(out.data, step * each * narrow), dtype, some));
   };
-  return enter({signature_of(CallKind::reduce_scatter, dtype, x.shape.product(), asked), asked.num_sms},
-               asked.stream, [this, n = steps_of(block, each), steps = std::move(steps)] {
-                 take_steps(n, steps);
-               });
+  return enter(
+      {signature_of(CallKind::reduce_scatter, dtype, x.shape.product(), asked), asked.num_sms},
+      asked.stream,
+      [this, n = steps_of(block, each), steps = std::move(steps)] { take_steps(n, steps); });
 }
 
-/// The blocks of a domain's ranks lie one behind the other on all of them; each rail carries a share.
+/// The blocks of a domain's ranks lie one behind the other on all of them; each rail carries a
+/// share.
 Event DomainCollectives::all_gather(const ConstTensorView& x, const TensorView& out,
                                     const CollectiveOptions& options) {
   const auto block = static_cast<std::int64_t>(x.bytes());
   const std::int64_t most = rails_ * (room() / domains() / kUnit * kUnit);
-  const std::int64_t each = std::min(std::max<std::int64_t>(block, 1), down(most / largest_domain_));
+  const std::int64_t each =
+      std::min(std::max<std::int64_t>(block, 1), down(most / largest_domain_));
   const auto part = [=](std::int64_t step) { return std::min(each, block - step * each); };
-  const auto padded = [=, this](std::int64_t step) { return up(largest_domain_ * part(step), kUnit); };
+  const auto padded = [=, this](std::int64_t step) {
+    return up(largest_domain_ * part(step), kUnit);
+  };
   const auto share = [=, this](std::int64_t step) { return share_of(padded(step)); };
   const auto bytes = [=, this](int d, std::int64_t step) {
     return std::ssize(parts_.domains.members(d)) * part(step);
@@ -181,7 +192,8 @@ Event DomainCollectives::all_gather(const ConstTensorView& x, const TensorView& 
     std::byte* blocks = room.scratch + domain() * padded(step);
     parts_.gpus->gather_shares(at(x.data, step * each), bytes(domain(), step), part(step), blocks);
     if (parts_.rail) {
-      copy(room.leaving, blocks + place() * share(step), own_share(bytes(domain(), step), share(step)));
+      copy(room.leaving, blocks + place() * share(step),
+           own_share(bytes(domain(), step), share(step)));
     }
   };
   steps.cross = [=, this](std::int64_t step, const DomainRoom& room) {
@@ -195,7 +207,8 @@ Event DomainCollectives::all_gather(const ConstTensorView& x, const TensorView& 
     for (int d = 0; d < domains(); ++d) {
       std::byte* blocks = room.scratch + d * padded(step);
       if (d != domain()) {
-        parts_.gpus->gather_shares(room.come + d * share(step), bytes(d, step), share(step), blocks);
+        parts_.gpus->gather_shares(room.come + d * share(step), bytes(d, step), share(step),
+                                   blocks);
       }
       for (const int r : parts_.domains.members(d)) {
         copy(at(out.data, r * block + step * each), blocks + parts_.domains.index(r) * part(step),
@@ -204,11 +217,13 @@ Event DomainCollectives::all_gather(const ConstTensorView& x, const TensorView& 
     }
   };
   return enter({signature_of(CallKind::all_gather, x.dtype, x.shape.product()), options.num_sms},
-               options.stream,
-               [this, n = steps_of(block, each), steps = std::move(steps)] { take_steps(n, steps); });
+               options.stream, [this, n = steps_of(block, each), steps = std::move(steps)] {
+                 take_steps(n, steps);
+               });
 }
 
-Event DomainCollectives::broadcast(const TensorView& x, int root, const CollectiveOptions& options) {
+Event DomainCollectives::broadcast(const TensorView& x, int root,
+                                   const CollectiveOptions& options) {
   const auto count = static_cast<std::int64_t>(x.bytes());
   const std::int64_t each =
       std::min(std::max<std::int64_t>(count, 1), rails_ * (room() / kUnit * kUnit));
@@ -222,7 +237,8 @@ Event DomainCollectives::broadcast(const TensorView& x, int root, const Collecti
     parts_.gpus->broadcast(data, part(step), inside);
     const std::int64_t share = share_of(part(step)), own = own_share(part(step), share);
     if (!parts_.rail || own == 0) return;
-    parts_.gpus->convert(gpu(data + place() * share, Dtype::u8, own), gpu(room.leaving, Dtype::u8, own));
+    parts_.gpus->convert(gpu(data + place() * share, Dtype::u8, own),
+                         gpu(room.leaving, Dtype::u8, own));
   };
   steps.cross = [=, this](std::int64_t step, const DomainRoom& room) {
     const std::int64_t own = own_share(part(step), share_of(part(step)));
@@ -236,9 +252,9 @@ Event DomainCollectives::broadcast(const TensorView& x, int root, const Collecti
   };
   CallSignature call = signature_of(CallKind::broadcast, x.dtype, x.shape.product());
   call.collective.root = static_cast<std::uint32_t>(root);
-  return enter({call, options.num_sms}, options.stream, [this, n = steps_of(count, each), steps = std::move(steps)] {
-    take_steps(n, steps);
-  });
+  return enter(
+      {call, options.num_sms}, options.stream,
+      [this, n = steps_of(count, each), steps = std::move(steps)] { take_steps(n, steps); });
 }
 
 namespace {
@@ -259,11 +275,42 @@ class BlockParts {
     for (int r = 0; r < rank; ++r) before += counts_[index(r)];
     return (before + std::min(counts_[index(rank)], step * each_)) * element_;
   }
+  std::int64_t bytes(int rank, std::int64_t step) const { return count(rank, step) * element_; }
 
  private:
   std::vector<std::int64_t> counts_;
   std::int64_t element_;
   std::int64_t each_;
+};
+
+std::int64_t sum(const std::vector<std::int64_t>& counts) {
+  return std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
+}
+
+/// Of a domain: what its ranks exchange with each other, and this one with those of others.
+struct BlockSteps {
+  const Domains& domains;
+  int domain;
+  BlockParts to;
+  BlockParts from;
+
+  bool inside(int rank) const { return domains.of(rank) == domain; }
+  BlockCounts within(std::int64_t step) const {
+    BlockCounts counts;
+    for (const int member : domains.members(domain)) {
+      counts.to.push_back(to.count(member, step));
+      counts.from.push_back(from.count(member, step));
+    }
+    return counts;
+  }
+  BlockCounts beyond(std::int64_t step) const {
+    BlockCounts counts;
+    for (int r = 0; r < domains.ranks(); ++r) {
+      counts.to.push_back(inside(r) ? 0 : to.count(r, step));
+      counts.from.push_back(inside(r) ? 0 : from.count(r, step));
+    }
+    return counts;
+  }
 };
 
 }  // namespace
@@ -274,56 +321,35 @@ Event DomainCollectives::all_to_all(const ConstTensorView& x, const TensorView& 
   const Dtype dtype = x.dtype;
   const std::int64_t element = bytes_of(dtype);
   const std::int64_t each = std::max<std::int64_t>(1, room() / size() / element);
-  const BlockParts to(counts.to, element, each), from(counts.from, element, each);
-  DomainGpus& gpus = *parts_.gpus;
-  const auto copy = [=, this, &gpus](void* target, const void* source, std::int64_t n) {
-    gpus.convert(gpu(source, dtype, n), gpu(target, dtype, n));
+  const BlockSteps blocks{
+      parts_.domains, domain(), {counts.to, element, each}, {counts.from, element, each}};
+  const auto copy = [this, dtype](void* target, const void* source, std::int64_t n) {
+    parts_.gpus->convert(gpu(source, dtype, n), gpu(target, dtype, n));
   };
-  const auto inside = [this](int r) { return parts_.domains.of(r) == domain(); };
-  // Of the ranks that are inside, or of all, with nothing for those.
-  const auto counts_of = [=, this](const BlockParts& parts, std::int64_t step, bool within) {
-    std::vector<std::int64_t> all;
-    for (int r = 0; r < size(); ++r) {
-      if (within != inside(r)) {
-        if (!within) all.push_back(0);
-        continue;
-      }
-      all.push_back(parts.count(r, step));
-    }
-    return all;
-  };
-  const auto sum = [](const std::vector<std::int64_t>& all) {
-    std::int64_t elements = 0;
-    for (const std::int64_t n : all) elements += n;
-    return elements;
-  };
-  const auto exchanged = [=](std::int64_t step, bool within) {
-    return BlockCounts{counts_of(to, step, within), counts_of(from, step, within)};
-  };
-  const auto received = [=, this](const DomainRoom& room) { return room.scratch + this->room(); };
+  const auto received = [this](const DomainRoom& room) { return room.scratch + this->room(); };
   Steps steps;
   steps.leave = [=, this](std::int64_t step, const DomainRoom& room) {
     std::byte *here = room.scratch, *beyond = room.leaving;
     for (int r = 0; r < size(); ++r) {
-      std::byte*& end = inside(r) ? here : beyond;
-      copy(end, at(x.data, to.offset(r, step)), to.count(r, step));
-      end += to.count(r, step) * element;
+      std::byte*& end = blocks.inside(r) ? here : beyond;
+      copy(end, at(x.data, blocks.to.offset(r, step)), blocks.to.count(r, step));
+      end += blocks.to.bytes(r, step);
     }
-    const BlockCounts within = exchanged(step, true);
+    const BlockCounts within = blocks.within(step);
     parts_.gpus->all_to_all(gpu(room.scratch, dtype, sum(within.to)),
                             gpu(received(room), dtype, sum(within.from)), within);
   };
   steps.cross = [=, this](std::int64_t step, const DomainRoom& room) {
-    const BlockCounts beyond = exchanged(step, false);
+    const BlockCounts beyond = blocks.beyond(step);
     parts_.all->all_to_all(host(room.leaving, dtype, sum(beyond.to)),
                            host(room.come, dtype, sum(beyond.from)), beyond, {});
   };
   steps.spread = [=, this](std::int64_t step, const DomainRoom& room) {
     const std::byte *here = received(room), *beyond = room.come;
     for (int r = 0; r < size(); ++r) {
-      const std::byte*& end = inside(r) ? here : beyond;
-      copy(at(out.data, from.offset(r, step)), end, from.count(r, step));
-      end += from.count(r, step) * element;
+      const std::byte*& end = blocks.inside(r) ? here : beyond;
+      copy(at(out.data, blocks.from.offset(r, step)), end, blocks.from.count(r, step));
+      end += blocks.from.bytes(r, step);
     }
   };
   Call call{signature_of(CallKind::all_to_all, dtype, 0), options.num_sms, counts.to};

@@ -12,9 +12,9 @@ namespace {
 using namespace std::chrono_literals;
 using std::to_string;
 
-constexpr int kSlots = 2;                  // steps under way
-constexpr std::int64_t kShareUnit = 128;   // elements; shares begin with whole vectors
-constexpr auto kUntilTheyEnd = 24h;        // kernels and the host's collectives have deadlines
+constexpr int kSlots = 2;                 // steps under way
+constexpr std::int64_t kShareUnit = 128;  // elements; shares begin with whole vectors
+constexpr auto kUntilTheyEnd = 24h;       // kernels and the host's collectives have deadlines
 
 /// An error of ranks that are counted from 0 as the group counts them.
 Error told_of(const Error& error, const std::vector<int>& ranks, int self) {
@@ -75,7 +75,8 @@ DomainCollectives::~DomainCollectives() {
 
 void DomainCollectives::destroy() {
   if (leaving_.exchange(true, std::memory_order_acq_rel)) return;
-  constexpr std::chrono::nanoseconds kPolite = 500ms, kMost = 10s;  // a call's own time; after it was told to stop
+  constexpr std::chrono::nanoseconds kPolite = 500ms,
+                                     kMost = 10s;  // a call's own time; after it was told to stop
   const auto settle = [this](std::chrono::nanoseconds most) {
     Event last;
     {
@@ -106,8 +107,9 @@ void DomainCollectives::check_usable(const char* call) const {
   const std::scoped_lock lock(dead_mutex_);
   if (!dead_) return;
   throw Error(dead_->kind(),
-              std::string(call) + ": the collectives failed earlier; make new ones. They failed "
-                                  "with: " +
+              std::string(call) +
+                  ": the collectives failed earlier; make new ones. They failed "
+                  "with: " +
                   dead_->what(),
               dead_->context());
 }
@@ -209,13 +211,15 @@ std::optional<Error> DomainCollectives::agree(const char* name, const Call& call
   const std::size_t counts = 2 * ranks * sizeof(std::int64_t);
   std::vector<std::byte> mine(sizeof(CallSignature) + counts), told(ranks * mine.size());
   std::memcpy(mine.data(), &call.signature, sizeof(CallSignature));
-  if (!call.counts.empty()) std::memcpy(mine.data() + sizeof(CallSignature), call.counts.data(), counts);
+  if (!call.counts.empty())
+    std::memcpy(mine.data() + sizeof(CallSignature), call.counts.data(), counts);
   const auto bytes = [&](std::vector<std::byte>& all) {
     return host(all.data(), Dtype::u8, std::ssize(all));
   };
   parts_.all->all_gather(bytes(mine), bytes(told), {});
   const auto refuse = [&](int peer, const std::string& why) {
-    return Error(ErrorKind::mismatch, std::string(name) + ": " + why, {rank(), peer, name, 0, 0, 0});
+    return Error(ErrorKind::mismatch, std::string(name) + ": " + why,
+                 {rank(), peer, name, 0, 0, 0});
   };
   const auto at = [&](int rank) { return told.data() + index(rank) * mine.size(); };
   for (int peer = 0; peer < size(); ++peer) {
@@ -232,14 +236,15 @@ std::optional<Error> DomainCollectives::agree(const char* name, const Call& call
       std::int64_t sent = 0, awaited = 0;
       std::memcpy(&sent, at(source) + sizeof(CallSignature) + index(target) * sizeof(sent),
                   sizeof(sent));
-      std::memcpy(&awaited, at(target) + sizeof(CallSignature) + (ranks + index(source)) * sizeof(sent),
+      std::memcpy(&awaited,
+                  at(target) + sizeof(CallSignature) + (ranks + index(source)) * sizeof(sent),
                   sizeof(sent));
       longest_block_ = std::max(longest_block_, sent);
       if (sent == awaited) continue;
-      return refuse(source == rank() ? target : source,
-                    "rank " + to_string(source) + " sends " + to_string(sent) +
-                        " elements to rank " + to_string(target) + ", which expects " +
-                        to_string(awaited));
+      return refuse(source == rank() ? target : source, "rank " + to_string(source) + " sends " +
+                                                            to_string(sent) + " elements to rank " +
+                                                            to_string(target) + ", which expects " +
+                                                            to_string(awaited));
     }
   }
   return std::nullopt;

@@ -1,8 +1,8 @@
 // Collectives of GPUs in several domains. Inside a domain kernels reduce and spread
 // (domain_gpus.hpp); what a domain has reduced lies in pinned memory then, and crosses by the
 // collectives of the host engine, on rails: the i-th rank of every domain, for as many i as the
-// smallest domain has ranks. A rail has one rank of each domain, in the order of the domains, so its
-// sums are those of the definition.
+// smallest domain has ranks. A rail has one rank of each domain, in the order of the domains, so
+// its sums are those of the definition.
 //
 // A call runs on a thread of its own, one after another: it compares the call with those of all
 // ranks, then goes step by step through the tensor. While one step crosses, the GPU reduces the
@@ -136,7 +136,7 @@ class DomainCollectives final : public CollectivesEngine, public Engine {
   DomainCollectivesParts parts_;
   const int rails_;
   std::int64_t largest_domain_ = 1;
-  std::vector<int> rail_{};  ///< the ranks of this rank's
+  std::vector<int> rail_{};         ///< the ranks of this rank's
   std::int64_t longest_block_ = 0;  // of the all_to_all that the thread carries
   std::mutex turn_;                 // of callers
   std::uint64_t calls_ = 0;

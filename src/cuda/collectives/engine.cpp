@@ -215,7 +215,8 @@ Event CudaCollectives::all_to_all(const ConstTensorView& x, const TensorView& ou
 Event CudaCollectives::reduce_shares(const ConstTensorView& x, ReduceOp op, std::int64_t share,
                                      void* own, const CollectiveOptions& options) {
   const std::int64_t bytes = bytes_of(x), element = static_cast<std::int64_t>(size_of(x.dtype));
-  CollectiveParameters p = parameters(CallKind::reduce_scatter, x.dtype, x.shape.product(), options.num_sms);
+  CollectiveParameters p =
+      parameters(CallKind::reduce_scatter, x.dtype, x.shape.product(), options.num_sms);
   p.op = op == ReduceOp::mean ? ReduceOp::sum : op;
   p.call.collective.op = static_cast<std::uint8_t>(p.op);
   p.reduces = true;

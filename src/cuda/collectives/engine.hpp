@@ -32,7 +32,8 @@ class CudaCollectives final : public CollectivesEngine {
   Event broadcast(const TensorView& x, int root, const CollectiveOptions& options) override;
   Event all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts,
                    const CollectiveOptions& options) override;
-  // For collectives of several domains, on a stream; `x`, `own` of any memory of this GPU or pinned.
+  // For collectives of several domains, on a stream; `x`, `own` of any memory of this GPU or
+  // pinned.
 
   /// Rank r gets elements [r · share, (r + 1) · share) of what is reduced of all; a mean is a sum.
   Event reduce_shares(const ConstTensorView& x, ReduceOp op, std::int64_t share, void* own,

@@ -110,12 +110,14 @@ void HostCollectives::meet_members(const char* call) {
 
 Error HostCollectives::fail(const char* call, const Error& error) {
   using namespace std::chrono_literals;
-  constexpr auto kHearsay = 200ms;  // what others say of it, and the kernel of a death, comes by then
+  constexpr auto kHearsay =
+      200ms;  // what others say of it, and the kernel of a death, comes by then
   const int culprit = error.peer();
   const auto hear = [&] {
-    if (culprit >= 0) (void)channel().poll(
-        call, [] { return engine::Channel::kUnknownEnd; },
-        [culprit](int peer) { return peer == culprit; });
+    if (culprit >= 0)
+      (void)channel().poll(
+          call, [] { return engine::Channel::kUnknownEnd; },
+          [culprit](int peer) { return peer == culprit; });
     return channel().dead().has_value();
   };
   const bool of_peer = culprit >= 0 && (error.kind() == ErrorKind::peer_failed ||

@@ -68,8 +68,8 @@ cudaError_t launch_convert(const Conversion& conversion, int most_blocks, cudaSt
   if (blocks == 0) return cudaSuccess;
   ConvertParameters parameters{conversion.from, conversion.to, conversion.count};
   void* arguments[] = {&parameters};
-  return launch(reinterpret_cast<const void*>(kernel),
-                {static_cast<unsigned>(blocks), kThreads, 0}, arguments, stream, false);
+  return launch(reinterpret_cast<const void*>(kernel), {static_cast<unsigned>(blocks), kThreads, 0},
+                arguments, stream, false);
 }
 
 cudaError_t load_convert_kernels() {
