@@ -87,12 +87,13 @@ constexpr std::string_view name_of(ReduceFormat format) {
 struct ReduceOptions {
   ReduceOp op = ReduceOp::sum;
   Stream* stream = nullptr;  ///< null: returns finished results
-  /// Of all_reduce, the same on all ranks. Another than automatic is used whatever it costs. CUDA:
-  /// one_shot up to 256 KiB (less beyond 4 ranks), or direct.
+  /// Of all_reduce, the same on all ranks. Another than automatic is used whatever it costs. CUDA,
+  /// in one domain: one_shot up to 256 KiB (less beyond 4 ranks), or direct; in several: any but
+  /// one_shot, of what the domains have reduced.
   Algorithm algorithm = Algorithm::automatic;
   /// [domains], 0 … 65535, not all 0, of direct and hierarchical, the same on all ranks: the ranks
   /// of each domain reduce elements in proportion. Empty: as the links allow. Results do not depend
-  /// on it. CUDA, one_shot, ring and tree: empty.
+  /// on it. CUDA in one domain, one_shot, ring and tree: empty.
   std::vector<int> shares{};
   /// Of all_reduce, the same on all ranks: the order of the sum, and with it the last bits, may
   /// depend on how fast links are: automatic may be ring or tree, too. Of integers it may in any
@@ -102,7 +103,7 @@ struct ReduceOptions {
   /// tensors use fewer.
   int num_sms = 0;
   /// Of sums and means of f32, not by ring or tree; others: exact or automatic, which is exact
-  /// then. CUDA: exact.
+  /// then. In one domain: exact, whatever it says.
   ReduceFormat format = ReduceFormat::exact;
 };
 
@@ -177,10 +178,9 @@ class Window {
 };
 
 /// R ranks that reduce and gather dense tensors in CPU memory, or with backend cuda in the memory
-/// of their GPUs, which must reach each other's (one domain). Made from the same bootstrap as a
-/// Group, or without one; it has flags and registered memory of its own, so its calls on one stream
-/// overlap those of a group on another. All ranks make the same calls in the same order, but for
-/// send and recv.
+/// of their GPUs. Made from the same bootstrap as a Group, or without one; it has flags and
+/// registered memory of its own, so its calls on one stream overlap those of a group on another.
+/// All ranks make the same calls in the same order, but for send and recv.
 ///
 /// Tensors are dense, in CPU memory or in that of this rank's GPU. Those in memory of `empty()` are
 /// read and written in place by the peers of the domain; others are copied through registered
@@ -197,11 +197,13 @@ class Window {
 /// whole 128 elements (part c begins at element 128 ⌊c units / R⌋) and sums part c over ranks c +
 /// 1, c + 2, …, R − 1, 0, …, c. `tree` adds to the element of a rank what comes from below it: from
 /// ranks 2i + 1 and 2i + 2 of its domain, i its index there, then, the first rank of domain d, from
-/// the first ranks of domains 2d + 1 and 2d + 2.
+/// the first ranks of domains 2d + 1 and 2d + 2. On GPUs of several domains each domain sums first,
+/// and is a rank of both.
 class Collectives {
  public:
   /// Collective. Of `config`, `experts` and `crossing` do not count; backend: automatic is host.
-  /// `memory_bytes`: for `empty()`; 4 to 25 MiB more are registered for copies, 20 MiB on a GPU.
+  /// `memory_bytes`: for `empty()`; 4 to 25 MiB more are registered for copies, 132 MiB on a GPU;
+  /// on GPUs of several domains twice 8 MiB for each rank of the smallest, for two at least, too.
   Collectives(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config);
   ~Collectives();
   Collectives(Collectives&&) noexcept;

@@ -138,8 +138,8 @@ class Collectives:
         deadline: seconds, of every wait. What is late raises `DeadlineExceededError`.
         memory_bytes: registered for `empty`.
         fabric, sim_seed, domain_size, network: as of a `Group`.
-        backend: "host" or "automatic": tensors in CPU memory. "cuda": on one GPU a rank, which
-            reach each other's memory.
+        backend: "host" or "automatic": tensors in CPU memory. "cuda": on one GPU a rank; those of
+            a domain reach each other's memory, and what crosses goes through CPU memory.
         device: cuda: as of a `Group`.
 
     Use it as a context manager to leave at the end of the block. Calls return a `ferry.Event`:
@@ -230,11 +230,12 @@ class Collectives:
             stream: None: returns when it is done; a ferry.Stream.
             algorithm: "one_shot" (up to 16 KiB), "direct", "hierarchical", "ring" or "tree", the
                 same on all ranks; "automatic": whichever is expected to take the least time. Ring
-                and tree sum in another order (ferry/collectives.hpp). GPUs have "one_shot" (up to
-                256 KiB, less beyond 4 ranks) and "direct".
+                and tree sum in another order (ferry/collectives.hpp). GPUs of one domain have
+                "one_shot" (up to 256 KiB, less beyond 4 ranks) and "direct", those of several all
+                but "one_shot".
             shares: of direct and hierarchical, one for each domain, the same on all ranks: its
-                ranks reduce elements in proportion. Empty: as the links allow. Not of GPUs, and
-                refused with "one_shot", "ring" and "tree".
+                ranks reduce elements in proportion. Empty: as the links allow. Refused on GPUs of one
+                domain, and with "one_shot", "ring" and "tree".
             any_order: "automatic" may be ring or tree, too, by what links are like, so that the
                 last bits of floats may differ from run to run.
             num_sms: on GPUs: how many multiprocessors run the call, the same on all ranks, 1 to
@@ -242,8 +243,7 @@ class Collectives:
             format: as what sums and means of f32 cross between domains: "exact", "bf16", "f16",
                 "e4m3" or "e5m2" (with a scale for each 128 elements) or "automatic"; see
                 `compression`.
-                Results of another than "exact" are rounded, to the same bits on all ranks. Not of
-                GPUs.
+                Results of another than "exact" are rounded, to the same bits on all ranks.
         """
         if (
             stream is None
