@@ -150,16 +150,20 @@ class DomainCollectivesTest : public ::testing::TestWithParam<Shape> {
     });
   }
 };
-INSTANTIATE_TEST_SUITE_P(
-    Domains, DomainCollectivesTest,
-    ::testing::Values(Shape{"TwoOfTwo", {0, 0, 1, 1}}, Shape{"Uneven", {0, 0, 0, 1, 1}},
-                      Shape{"Mixed", {0, 1, 1, 0, 2, 2, 0}}, Shape{"OfOne", {0, 1, 2}},
-                      Shape{"Shm", {0, 0, 1, 1}, FabricKind::shm},
-                      Shape{"Network",
-                            {0, 0, 1},
-                            FabricKind::local,
-                            has_network() ? FabricKind::ofi : FabricKind::sim}),
-    [](const auto& one) { return one.param.name; });
+std::vector<Shape> shapes() {
+  const Shape uneven{"Uneven", {0, 0, 0, 1, 1}};
+  if (kSanitizer) return {uneven};
+  return {uneven,
+          {"Mixed", {0, 1, 1, 0, 2, 2, 0}},
+          {"OfOne", {0, 1, 2}},
+          {"Shm", {0, 0, 1, 1}, FabricKind::shm},
+          {"Network",
+           {0, 0, 1},
+           FabricKind::local,
+           has_network() ? FabricKind::ofi : FabricKind::sim}};
+}
+INSTANTIATE_TEST_SUITE_P(Domains, DomainCollectivesTest, ::testing::ValuesIn(shapes()),
+                         [](const auto& one) { return one.param.name; });
 
 TensorView view(Bytes& bytes, Dtype dtype) {
   return {bytes.data(), dtype, {static_cast<std::int64_t>(bytes.size() / size_of(dtype))}};
@@ -187,6 +191,7 @@ TEST_P(DomainCollectivesTest, ReduceByTheDefinition) {
   each([&](cuda::DomainCollectives& all) {
     for (const Dtype dtype : kDtypes) {
       for (const std::int64_t count : kCounts) {
+        if (count > kBriefCount && dtype != Dtype::f32 && dtype != Dtype::bf16) continue;
         for (const ReduceOp op :
              {ReduceOp::sum, ReduceOp::mean, ReduceOp::product, ReduceOp::min, ReduceOp::max}) {
           const bool integer = dtype == Dtype::i32 || dtype == Dtype::i64 || dtype == Dtype::u8;
