@@ -234,8 +234,8 @@ class Collectives:
                 "one_shot" (up to 256 KiB, less beyond 4 ranks) and "direct", those of several all
                 but "one_shot".
             shares: of direct and hierarchical, one for each domain, the same on all ranks: its
-                ranks reduce elements in proportion. Empty: as the links allow. Refused on GPUs of one
-                domain, and with "one_shot", "ring" and "tree".
+                ranks reduce elements in proportion. Empty: as the links allow. Refused on GPUs of
+                one domain, and with "one_shot", "ring" and "tree".
             any_order: "automatic" may be ring or tree, too, by what links are like, so that the
                 last bits of floats may differ from run to run.
             num_sms: on GPUs: how many multiprocessors run the call, the same on all ranks, 1 to

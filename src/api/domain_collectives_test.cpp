@@ -153,14 +153,12 @@ class DomainCollectivesTest : public ::testing::TestWithParam<Shape> {
 std::vector<Shape> shapes() {
   const Shape uneven{"Uneven", {0, 0, 0, 1, 1}};
   if (kSanitizer) return {uneven};
-  return {uneven,
-          {"Mixed", {0, 1, 1, 0, 2, 2, 0}},
-          {"OfOne", {0, 1, 2}},
-          {"Shm", {0, 0, 1, 1}, FabricKind::shm},
-          {"Network",
-           {0, 0, 1},
-           FabricKind::local,
-           has_network() ? FabricKind::ofi : FabricKind::sim}};
+  return {
+      uneven,
+      {"Mixed", {0, 1, 1, 0, 2, 2, 0}},
+      {"OfOne", {0, 1, 2}},
+      {"Shm", {0, 0, 1, 1}, FabricKind::shm},
+      {"Network", {0, 0, 1}, FabricKind::local, has_network() ? FabricKind::ofi : FabricKind::sim}};
 }
 INSTANTIATE_TEST_SUITE_P(Domains, DomainCollectivesTest, ::testing::ValuesIn(shapes()),
                          [](const auto& one) { return one.param.name; });
