@@ -22,8 +22,9 @@ using namespace host::test;
 /// The GPUs of a domain, by collectives of the host. Everything has ended when a call returns.
 class HostGpus final : public cuda::DomainGpus {
  public:
-  HostGpus(std::shared_ptr<CollectivesEngine> ranks, std::size_t room, int rails)
-      : ranks_(std::move(ranks)), room_(room) {
+  /// `sums`: that it makes before it breaks.
+  HostGpus(std::shared_ptr<CollectivesEngine> ranks, std::size_t room, int rails, int sums)
+      : ranks_(std::move(ranks)), room_(room), sums_(sums) {
     for (auto& slot : memory_) slot.resize(room * (2 + index(std::max(rails, 2))));
   }
   Device device() const override { return {}; }
@@ -36,6 +37,7 @@ class HostGpus final : public cuda::DomainGpus {
   void begin(const Event& after, int) override { after.wait(); }
   void reduce_shares(const ConstTensorView& x, ReduceOp op, std::int64_t share,
                      void* own) override {
+    if (sums_-- == 0) throw Error(ErrorKind::system, "the GPU has fallen off the bus");
     Bytes all(x.bytes());
     copy(all.data(), x.data, all.size());
     ReduceOptions options;
@@ -103,6 +105,7 @@ class HostGpus final : public cuda::DomainGpus {
 
   std::shared_ptr<CollectivesEngine> ranks_;
   std::size_t room_;
+  int sums_;
   std::vector<std::byte> memory_[2];
   std::uint64_t held_ = 0;
   std::uint64_t released_ = 0;
@@ -118,7 +121,8 @@ struct Shape {
 };
 
 std::shared_ptr<cuda::DomainCollectives> make(Bootstrap& bootstrap, const Shape& shape,
-                                              std::chrono::nanoseconds deadline = 20s) {
+                                              std::chrono::nanoseconds deadline = 20s,
+                                              int sums = -1) {
   GroupConfig config;
   config.deadline = deadline;
   config.network = shape.network;
@@ -131,7 +135,7 @@ std::shared_ptr<cuda::DomainCollectives> make(Bootstrap& bootstrap, const Shape&
   part.finish({}, config.deadline, {});
   return std::make_shared<cuda::DomainCollectives>(cuda::DomainCollectivesParts{
       config, inside.domains, rails.all, rails.rail,
-      std::make_unique<HostGpus>(gpus, shape.room, cuda::rails_of(inside.domains)),
+      std::make_unique<HostGpus>(gpus, shape.room, cuda::rails_of(inside.domains), sums),
       std::move(rails.thread)});
 }
 
@@ -388,6 +392,22 @@ TEST_P(DomainCollectivesTest, ARankThatStaysAwayIsNamed) {
       EXPECT_EQ(error->peer(), 1) << error->what();
     }
     bootstraps[index(r)]->all_gather({}, 20s);
+  });
+}
+
+// In the midst of a call, while others wait for it in kernels, on its rail, and for those.
+TEST_P(DomainCollectivesTest, ARankWhoseGpuBreaksIsNamed) {
+  const auto bootstraps = thread_bootstrap(ranks());
+  on_ranks(ranks(), [&](int r) {
+    const auto all = make(*bootstraps[index(r)], GetParam(), 20s, r == 1 ? 3 : -1);
+    std::vector<float> x(500'000, 1.0f);
+    for (const auto* again : {"first", "second"}) {
+      const auto error = error_of([&] { all->all_reduce({x.data(), Dtype::f32, {500'000}}, {}); });
+      ASSERT_TRUE(error.has_value()) << again;
+      EXPECT_EQ(error->kind(), r == 1 ? ErrorKind::system : ErrorKind::peer_failed)
+          << error->what();
+      EXPECT_EQ(error->peer(), 1) << error->what();
+    }
   });
 }
 
