@@ -6,6 +6,10 @@ In each round the contenders come in turn. A sample is a CUDA graph of `--chain`
 CUDA events, divided, of the slowest rank; an all-reduce before it aligns the GPUs. Figures are
 medians over the rounds; cpu is the CPU time of a replay, divided. NCCL has no NVLink multicast
 (NCCL_NVLS_ENABLE=0), as Ferry. Sums are checked before anything is timed.
+
+With `--domain-size N` Ferry takes each N GPUs for a domain, as if what crosses had to go through
+CPUs, in calls without a graph; "by the host" copies to the CPU, calls the collectives of the host
+there and copies back. NCCL goes by NVLink everywhere.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bytes", type=int, nargs="*", default=SIZES, help="of a tensor, f32")
     parser.add_argument("--chain", type=int, default=20, help="calls of a graph")
     parser.add_argument("--sms", type=int, nargs="*", default=[0], help="of Ferry; 0: its default")
+    parser.add_argument("--domain-size", type=int, default=0, help="GPUs of a domain; 0: all")
     job.add_outputs(parser)
     return parser.parse_args()
 
@@ -49,17 +54,23 @@ class GpuRank(collectives.Rank):
         device = torch.device("cuda", self.rank)
         dist.init_process_group("nccl", device_id=device)
         self.cpu = dist.new_group(backend="gloo")
+        boot = ferry.tcp(
+            rank=self.rank,
+            size=self.size,
+            port=int(os.environ["FERRY_PORT"]),
+            secret=os.environ["FERRY_SECRET"],
+        )
+        room = max(args.bytes) + (1 << 20)
         self.ferry = ferry.Collectives(
-            ferry.tcp(
-                rank=self.rank,
-                size=self.size,
-                port=int(os.environ["FERRY_PORT"]),
-                secret=os.environ["FERRY_SECRET"],
-            ),
-            memory_bytes=max(args.bytes) + (1 << 20),
+            boot,
+            memory_bytes=room,
             backend="cuda",
             device=self.rank,
+            domain_size=args.domain_size,
         )
+        if args.domain_size:
+            self.host = ferry.Collectives(boot, memory_bytes=room, domain_size=args.domain_size)
+            self.staged = self.host.empty((max(args.bytes) // 4,), torch.float32)
         self.ordinary = torch.zeros(max(args.bytes) // 4, device=device)
         self.registered = self.ferry.empty((max(args.bytes) // 4,), torch.float32)
         self.aligned = torch.zeros(1, device=device)
@@ -104,6 +115,8 @@ class GpuRank(collectives.Rank):
         x, registered = self.ordinary[: bytes_ // 4], self.registered[: bytes_ // 4]
         eager: collectives.Calls = {"nccl": lambda: dist.all_reduce(x)}
         used = {"nccl": x}
+        if self.args.domain_size:
+            return self.in_domains(eager, used)
         for sms in self.args.sms:
             name = f"ferry, {sms} SMs" if sms else "ferry"
             eager[name] = lambda sms=sms: self.ferry.all_reduce(x, num_sms=sms)
@@ -112,6 +125,29 @@ class GpuRank(collectives.Rank):
             used |= {name: x, direct: registered}
         self.check_sums(eager, used)
         return {name: self.chain(call) for name, call in eager.items()}
+
+    def in_domains(self, eager: collectives.Calls, used: dict[str, Any]) -> collectives.Calls:
+        """The same without graphs: what crosses is carried by the CPU."""
+        x = used["nccl"]
+        registered, staged = self.registered[: len(x)], self.staged[: len(x)]
+
+        def by_the_host() -> None:
+            staged.copy_(x)
+            self.host.all_reduce(staged)
+            x.copy_(staged)
+
+        eager |= {
+            "by the host": by_the_host,
+            "ferry": lambda: self.ferry.all_reduce(x),
+            "ferry, registered": lambda: self.ferry.all_reduce(registered),
+        }
+        self.check_sums(eager, used | dict.fromkeys(eager, x) | {"ferry, registered": registered})
+        eager["ferry, e4m3"] = lambda: self.ferry.all_reduce(registered, format="e4m3")
+
+        def repeated(call: Callable[[], object]) -> Callable[[], object]:
+            return lambda: [call() for _ in range(self.args.chain)]
+
+        return {name: repeated(call) for name, call in eager.items()}
 
     def chain(self, call: Callable[[], object]) -> Callable[[], object]:
         """Replays many calls at once."""
