@@ -74,11 +74,13 @@ DeviceGpus::DeviceGpus(std::shared_ptr<CudaEngine> engine,
 }
 
 DeviceGpus::~DeviceGpus() {
-  if (!settle(2s)) {  // the GPU may still write: its memory is never given back
-    new std::vector<std::shared_ptr<void>>{pinned_, word_, scratch_.owner()};
+  constexpr auto kMost = 2s;
+  if (!settle(kMost)) {  // the GPU may still write: its memory is never given back
+    new std::vector<std::shared_ptr<void>>{pinned_, scratch_.owner()};
   }
   try {
     const OnDevice here(device().index);
+    if (!forget_holds()) new std::shared_ptr<void>(word_);  // a stream will look at it
     cudaStreamDestroy(beside_);
   } catch (...) {  // the GPU is going away
   }
@@ -150,12 +152,20 @@ void DeviceGpus::check_call(const char* call, const Stream* stream, int num_sms)
       {-1, -1, call, 0, 0, 0});
 }
 
+/// False: a stream has not come to its hold yet.
+bool DeviceGpus::forget_holds() {
+  std::erase_if(holds_, [](const GpuEvent& hold) { return is_done(hold); });
+  return holds_.empty();
+}
+
 Event DeviceGpus::hold(Stream& stream, std::uint64_t number, Event done) {
   const OnDevice here(device().index);
   const auto native = static_cast<cudaStream_t>(stream.native());
   wait_for_word(native, reinterpret_cast<const std::uint64_t*>(word_.get()), number);
   GpuEvent point = engine_->gpu().events()->take();
   check(cudaEventRecord(point.get(), native), "cudaEventRecord");
+  (void)forget_holds();
+  holds_.push_back(point);
   return Event(std::make_shared<HeldEvent>(std::move(done), std::move(point)));
 }
 

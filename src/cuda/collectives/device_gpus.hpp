@@ -43,6 +43,7 @@ class DeviceGpus final : public DomainGpus {
 
  private:
   void copy(void* to, const void* from, std::size_t bytes);
+  bool forget_holds();
   bool settle(std::chrono::nanoseconds most) noexcept;
 
   std::shared_ptr<CudaEngine> engine_;
@@ -53,6 +54,7 @@ class DeviceGpus final : public DomainGpus {
   std::shared_ptr<std::byte> word_{};  ///< pinned: the number that is released
   cudaStream_t beside_ = nullptr;
   Stream stream_{std::shared_ptr<Stream::Queue>()};  ///< that, as a Stream
+  std::vector<GpuEvent> holds_{};                    ///< of streams that may still wait
   int num_sms_ = 0;                                  ///< of the call
   std::vector<Event> calls_{};                       ///< since the last mark
 };
