@@ -34,6 +34,14 @@ def test_every_call(pool: Any, device: str, size: int) -> None:
     pool(device, size).run(bodies.everything)
 
 
+@pytest.mark.parametrize(("device", "size"), [pytest.param("cpu", 2, id="cpu-2"), *ON_GPUS[1:]])
+def test_every_call_in_domains(pool: Any, device: str, size: int) -> None:
+    """Each rank is one, so that sums have the order of one domain."""
+    pool(device, size).run(bodies.everything, domain_size=1)
+    if device == "cuda":
+        pool(device, size).run(bodies.on_streams, domain_size=1)
+
+
 @pytest.mark.parametrize("body", bodies.ALL[1:], ids=lambda body: body.__name__)
 @pytest.mark.parametrize(("device", "size"), ON_GPUS)
 def test_on_gpus(pool: Any, device: str, size: int, body: Any) -> None:
