@@ -38,7 +38,8 @@ __device__ bool find_tensors(const CollectiveParameters& p, CollectivePeers& pee
       }
     }
     peers.at[rank] = at;
-    const std::int64_t needed = p.reduces ? p.place.bytes : at + p.to.size(rank, ranks);
+    const std::int64_t piece = p.to.size(rank, ranks);  // none: it goes nowhere
+    const std::int64_t needed = p.reduces ? p.place.bytes : (piece > 0 ? at + piece : 0);
     const bool fits = peers.tensor[rank] != nullptr && needed <= peers.bytes[rank];
     if (there && !fits) {
       there =
