@@ -24,8 +24,16 @@ struct Board {
 
   /// For ranks that have not begun.
   void clear(int count);
+  /// The process of the ranks from `first` has ended, `how` says how: a problem of those that had
+  /// not, and of those that had ended well if it has not.
+  void note_end(int first, int threads, int count, const std::string& how);
   std::vector<std::string> problems(int count) const;
 };
+
+/// From now on this process tells on stderr where it was when a signal of an error ends it.
+void tell_of_signals();
+/// "exit status 3", "signal 11 (Segmentation fault)"; of waitpid.
+std::string spell_end(int status);
 
 /// Runs the ranks from `first` as threads of this process.
 void run_here(Board& board, int first, int threads, int ranks, const RankBody& body);

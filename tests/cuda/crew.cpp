@@ -1,6 +1,5 @@
 #include "crew.hpp"
 
-#include <execinfo.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -52,29 +51,6 @@ void become_quiet() {
   }
   GTEST_FLAG_SET(repeat, 1);
   GTEST_FLAG_SET(shuffle, false);
-}
-
-/// Where a process was when a signal ended it; raised anew by SA_RESETHAND.
-void tell_where(int signal) {
-  void* frames[48];
-  backtrace_symbols_fd(frames, backtrace(frames, 48), STDERR_FILENO);
-  raise(signal);
-}
-
-void tell_of_signals() {
-  void* first[1];
-  backtrace(first, 1);  // loads what it needs, now
-  struct sigaction action{};
-  action.sa_handler = tell_where;
-  action.sa_flags = SA_RESETHAND | SA_NODEFER;
-  for (const int signal : {SIGSEGV, SIGBUS, SIGABRT, SIGFPE, SIGILL}) {
-    sigaction(signal, &action, nullptr);
-  }
-}
-
-std::string end_of(int status) {
-  if (!WIFSIGNALED(status)) return "exit status " + std::to_string(WEXITSTATUS(status));
-  return std::string("signal ") + strsignal(WTERMSIG(status));
 }
 
 /// A crew's process: runs the test of each job until it is killed.
@@ -131,9 +107,9 @@ class Crew {
         int status = 0;
         if (waitpid(children_[i], &status, WNOHANG) != 0) {
           children_.erase(children_.begin() + static_cast<std::ptrdiff_t>(i));
-          auto problems = desk_->board.problems(ranks_);
-          problems.push_back("a process of the crew ended: " + end_of(status));
-          return problems;
+          desk_->board.note_end(threads_ * static_cast<int>(i), threads_, ranks_,
+                                spell_end(status));
+          return desk_->board.problems(ranks_);
         }
         std::this_thread::sleep_for(std::chrono::microseconds(500));
       }

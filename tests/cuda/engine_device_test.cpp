@@ -1,8 +1,12 @@
-// Threads of a process that never chose a GPU.
+// Threads of a process that never chose a GPU; how the ranks of a test may end.
 #include <cuda.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
+#include <exception>
+#include <stdexcept>
 
 #include "cuda/runtime/runtime.hpp"
 #include "fabric/cuda/driver.hpp"
@@ -42,6 +46,29 @@ TEST(EngineDeviceTest, VisitsAGpuAndLeavesNothingOnTheFirst) {
   ASSERT_EQ(waitpid(child, &status, 0), child);
   ASSERT_TRUE(WIFEXITED(status));
   EXPECT_EQ(WEXITSTATUS(status), 0) << "the step that went wrong";
+}
+
+/// Needs no GPU.
+TEST(SharedRanksTest, SayHowTheirProcessesEnded) {
+  testing::internal::CaptureStderr();
+  const auto problems = run_ranks(6, 1, [](Bootstrap& bootstrap) {
+    switch (bootstrap.rank()) {
+      case 0: return;
+      case 1: throw std::runtime_error("thrown");
+      case 2: _exit(3);
+      case 3: raise(SIGKILL); break;
+      case 4: raise(SIGSEGV); break;
+      default: std::terminate();
+    }
+  });
+  const std::string told = testing::internal::GetCapturedStderr();
+  EXPECT_NE(told.find("ended by a signal; it was in\n"), std::string::npos) << told;
+  EXPECT_NE(told.find("libc.so"), std::string::npos) << told;  // which raised it
+  const std::string ended = ": its process ended before it did: ";
+  const std::vector<std::string> expected = {
+      "rank 1: thrown", "rank 2" + ended + "exit status 3", "rank 3" + ended + "signal 9 (Killed)",
+      "rank 4" + ended + "signal 11 (Segmentation fault)", "rank 5" + ended + "signal 6 (Aborted)"};
+  EXPECT_EQ(problems, expected);
 }
 
 }  // namespace

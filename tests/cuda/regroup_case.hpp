@@ -211,7 +211,7 @@ inline std::vector<std::string> run_losses(int ranks, const std::vector<int>& vi
   std::vector<std::string> problems = run_ranks(ranks, 1, body, seconds);
   for (const int victim : victims) {
     const std::string killed =
-        "rank " + std::to_string(victim) + ": its process ended before it did";
+        "rank " + std::to_string(victim) + ": its process ended before it did: signal 9 (Killed)";
     const auto found = std::find(problems.begin(), problems.end(), killed);
     if (found == problems.end()) {
       problems.push_back("rank " + std::to_string(victim) + " was not killed");

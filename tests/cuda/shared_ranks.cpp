@@ -1,6 +1,7 @@
 #include "shared_ranks.hpp"
 
 #include <cuda_runtime_api.h>
+#include <execinfo.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -66,14 +67,33 @@ void run_rank(Board& board, int rank, int ranks, const RankBody& body) {
   }
 }
 
-/// Waits for a child; true if it ended with 0 in time.
-bool ended_well(pid_t child, std::chrono::steady_clock::time_point until) {
+constexpr const char* kEndedWell = "exit status 0";
+
+std::string unended(int rank) {
+  return "rank " + std::to_string(rank) + ": it did not end";
+}
+
+/// A signal of an error has come; it is raised anew, by SA_RESETHAND.
+void tell_where(int signal) {
+  constexpr char kIntro[] = "a rank's process is ended by a signal; it was in\n";
+  (void)!write(STDERR_FILENO, kIntro, sizeof kIntro - 1);
+  void* frames[48];
+  backtrace_symbols_fd(frames, backtrace(frames, 48), STDERR_FILENO);
+  raise(signal);
+}
+
+/// Waits for a child, which is killed when it has not ended by then; how it ended.
+std::string await_end(pid_t child, std::chrono::steady_clock::time_point until) {
   int status = 0;
+  bool late = false;
   while (waitpid(child, &status, WNOHANG) == 0) {
-    if (std::chrono::steady_clock::now() > until) kill(child, SIGKILL);
+    if (std::chrono::steady_clock::now() > until) {
+      late = true;
+      kill(child, SIGKILL);
+    }
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
-  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  return late ? "it was killed, as it had not ended in time" : spell_end(status);
 }
 
 }  // namespace
@@ -81,9 +101,35 @@ bool ended_well(pid_t child, std::chrono::steady_clock::time_point until) {
 void Board::clear(int count) {
   for (int r = 0; r < count; ++r) {
     ranks[r].given.store(0);
-    std::snprintf(ranks[r].problem, sizeof Rank::problem,
-                  "rank %d: its process ended before it did", r);
+    std::snprintf(ranks[r].problem, sizeof Rank::problem, "%s", unended(r).c_str());
   }
+}
+
+void Board::note_end(int first, int threads, int count, const std::string& how) {
+  for (int r = first; r < first + threads && r < count; ++r) {
+    char* problem = ranks[r].problem;
+    const bool ended_well = problem[0] == '\0' && how == kEndedWell;
+    if (ended_well || (problem[0] != '\0' && problem != unended(r))) continue;
+    std::snprintf(problem, sizeof Rank::problem, "rank %d: its process ended before it did: %s", r,
+                  how.c_str());
+  }
+}
+
+void tell_of_signals() {
+  void* first[1];
+  backtrace(first, 1);  // loads what it needs, now
+  struct sigaction action{};
+  action.sa_handler = tell_where;
+  action.sa_flags = SA_RESETHAND | SA_NODEFER;
+  for (const int signal : {SIGSEGV, SIGBUS, SIGABRT, SIGFPE, SIGILL}) {
+    sigaction(signal, &action, nullptr);
+  }
+}
+
+std::string spell_end(int status) {
+  if (!WIFSIGNALED(status)) return "exit status " + std::to_string(WEXITSTATUS(status));
+  const int signal = WTERMSIG(status);
+  return "signal " + std::to_string(signal) + " (" + strsignal(signal) + ")";
 }
 
 std::vector<std::string> Board::problems(int count) const {
@@ -112,13 +158,18 @@ std::vector<std::string> run_ranks(int ranks, int threads, const RankBody& body,
   for (int first = 0; first < ranks; first += threads) {
     const pid_t child = fork();
     if (child == 0) {
+      tell_of_signals();
       run_here(board, first, threads, ranks, body);
       _exit(0);
     }
     children.push_back(child);
   }
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
-  for (const pid_t child : children) ended_well(child, until);
+  int first = 0;
+  for (const pid_t child : children) {
+    board.note_end(first, threads, ranks, await_end(child, until));
+    first += threads;
+  }
   const std::vector<std::string> problems = board.problems(ranks);
   munmap(memory, sizeof(Board));
   return problems;
