@@ -28,12 +28,14 @@ inline const char* name_of(DiesAt at) {
   return kNames[static_cast<int>(at)];
 }
 
-/// When what happened, in ns; shared by the processes.
+/// When what happened, in ns; shared by the processes. `ready`: the tokens of the next epoch are on
+/// the GPU, which a test makes anew; `usual`: how long what ends at `exchanged` took before.
 struct LossTimes {
   static constexpr int kRanks = 16;
   std::atomic<std::int64_t> killed{0};
   struct Survivor {
-    std::atomic<std::int64_t> failed{0}, regrouped{0}, exchanged{0}, replayed{0};
+    std::atomic<std::int64_t> usual{0}, failed{0}, regrouped{0}, ready{0}, exchanged{0},
+        replayed{0};
   };
   std::array<Survivor, kRanks> ranks{};
 };
@@ -103,23 +105,7 @@ class RegroupingRank {
 
   /// An exchange of each order, all checked; this rank dies in it, if it is to.
   void step(std::optional<DiesAt> death = {}, LossTimes* times = nullptr) {
-    const auto at = [&](DiesAt now) { die_at(now, death, times); };
-    for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
-      Trip trip{.order = order, .alignment = order == RowOrder::expert_major ? 8 : 1};
-      at(DiesAt::plan);
-      const Plan plan = group_.plan(mine_.routes_view());
-      at(DiesAt::dispatch);
-      trip.stream = &own_.stream;
-      const Received got = group_.dispatch(mine_.x_view(), plan, dispatch_options(mine_, trip));
-      at(DiesAt::flight);
-      got.event.wait(60s);
-      check_received(world_, group_.rank(), trip, got, copier_);
-      at(DiesAt::combine);
-      const Combined sums = group_.combine(got.x, plan, combine_options(got, trip));
-      sums.event.wait(60s);
-      check_combined(world_, group_.rank(), trip, sums, copier_);
-      at(DiesAt::after);
-    }
+    for (const RowOrder order : kOrders) check(exchange(order, death, times));
   }
 
   /// The graph's exchange: plan, dispatch and combine.
@@ -132,29 +118,19 @@ class RegroupingRank {
 
   /// Exchanges until the victim has died, then goes on without it.
   ferry::GroupView lose(int victim, DiesAt death, LossTimes& times) {
-    const bool dies = group_.rank() == victim;
-    const auto error = error_of([&] {
-      for (int i = 0; i < 2000; ++i) {
-        if (death == DiesAt::replay) {
-          if (dies && i == 2) die_at(death, death, &times);
-          replay();
-        } else {
-          step(dies && i == 2 ? std::optional(death) : std::nullopt, &times);
-        }
-      }
-    });
     LossTimes::Survivor& here = times.ranks[static_cast<std::size_t>(group_.rank())];
+    group_.barrier();  // all begin at once
+    const std::int64_t start = time_now();
+    here.usual.store(step_together() - start);
+    exchange_until_loss(victim, death, times);
     here.failed.store(time_now());
-    need(error.has_value(), "exchanges went on without rank " + std::to_string(victim));
-    need(error->kind() == ErrorKind::peer_failed && error->peer() == victim, error->what());
     const ferry::GroupView view = group_.regroup();
     here.regrouped.store(time_now());
     need(!std::binary_search(view.ranks.begin(), view.ranks.end(), victim), "the victim is there");
     world_ = world_of(view.ranks, group_.size(), shape_, seed_ + view.epoch);
     mine_.fill(world_.sent(group_.rank()), copier_);
-    group_.barrier();
-    step();
-    here.exchanged.store(time_now());
+    here.ready.store(time_now());
+    here.exchanged.store(step_together());
     return view;
   }
 
@@ -176,6 +152,56 @@ class RegroupingRank {
   static GroupConfig roomy(GroupConfig config) {
     config.memory_bytes = std::size_t{64} << 20;
     return config;
+  }
+  static constexpr std::array kOrders = {RowOrder::rank_major, RowOrder::expert_major};
+  struct Exchanged {
+    Trip trip{};
+    Received got{};
+    Combined sums{};
+  };
+  Exchanged exchange(RowOrder order, std::optional<DiesAt> death = {}, LossTimes* times = nullptr) {
+    const auto at = [&](DiesAt now) { die_at(now, death, times); };
+    Exchanged now{.trip = {.order = order, .alignment = order == RowOrder::expert_major ? 8 : 1}};
+    now.trip.stream = &own_.stream;
+    at(DiesAt::plan);
+    const Plan plan = group_.plan(mine_.routes_view());
+    at(DiesAt::dispatch);
+    now.got = group_.dispatch(mine_.x_view(), plan, dispatch_options(mine_, now.trip));
+    at(DiesAt::flight);
+    now.got.event.wait(60s);
+    at(DiesAt::combine);
+    now.sums = group_.combine(now.got.x, plan, combine_options(now.got, now.trip));
+    now.sums.event.wait(60s);
+    at(DiesAt::after);
+    return now;
+  }
+  void check(const Exchanged& now) const {
+    check_received(world_, group_.rank(), now.trip, now.got, copier_);
+    check_combined(world_, group_.rank(), now.trip, now.sums, copier_);
+  }
+  /// A barrier and a step of all ranks; when it had ended, which comes before the checks, for those
+  /// take longer.
+  std::int64_t step_together() {
+    group_.barrier();
+    const std::array both = {exchange(kOrders[0]), exchange(kOrders[1])};
+    const std::int64_t ended = time_now();
+    for (const Exchanged& one : both) check(one);
+    return ended;
+  }
+  void exchange_until_loss(int victim, DiesAt death, LossTimes& times) {
+    const bool dies = group_.rank() == victim;
+    const auto error = error_of([&] {
+      for (int i = 0; i < 2000; ++i) {
+        if (death == DiesAt::replay) {
+          if (dies && i == 2) die_at(death, death, &times);
+          replay();
+        } else {
+          step(dies && i == 2 ? std::optional(death) : std::nullopt, &times);
+        }
+      }
+    });
+    need(error.has_value(), "exchanges went on without rank " + std::to_string(victim));
+    need(error->kind() == ErrorKind::peer_failed && error->peer() == victim, error->what());
   }
   static void die_at(DiesAt now, std::optional<DiesAt> death, LossTimes* times) {
     if (death != now) return;

@@ -16,21 +16,25 @@ namespace {
 struct Times {
   std::vector<double> detected{};   ///< kill → error, of each survivor
   std::vector<double> regrouped{};  ///< the last error → the last regroup has returned
-  std::vector<double> exchanged{};  ///< → all have ended a checked exchange of each order
-  std::vector<double> replayed{};   ///< kill → the first replay of the old graph has ended on all
+  /// → all have ended an exchange of each order; without what the trial takes for new tokens.
+  std::vector<double> exchanged{};
+  std::vector<double> usual{};     ///< the same barrier and exchanges before the kill
+  std::vector<double> replayed{};  ///< kill → the first replay of the old graph has ended on all
 
   void add(const LossTimes& times, const std::vector<int>& survivors) {
-    std::int64_t failed = 0, regrouped_at = 0, exchanged_at = 0, replayed_at = 0;
+    std::int64_t failed = 0, regrouped_at = 0, ready_at = 0, exchanged_at = 0, replayed_at = 0;
     for (const int rank : survivors) {
       const LossTimes::Survivor& one = times.ranks[static_cast<std::size_t>(rank)];
       detected.push_back(ms(one.failed - times.killed));
+      usual.push_back(ms(one.usual));
       failed = std::max(failed, one.failed.load());
       regrouped_at = std::max(regrouped_at, one.regrouped.load());
+      ready_at = std::max(ready_at, one.ready.load());
       exchanged_at = std::max(exchanged_at, one.exchanged.load());
       replayed_at = std::max(replayed_at, one.replayed.load());
     }
     regrouped.push_back(ms(regrouped_at - failed));
-    exchanged.push_back(ms(exchanged_at - failed));
+    exchanged.push_back(ms(regrouped_at - failed + exchanged_at - ready_at));
     replayed.push_back(ms(replayed_at - times.killed));
   }
   static double ms(std::int64_t ns) { return static_cast<double>(ns) * 1e-6; }
@@ -96,6 +100,7 @@ int run(int kills, double seconds, int ranks) {
   print("detect_ms", all.detected, ",");
   print("regroup_ms", all.regrouped, ",");
   print("exchanged_ms", all.exchanged, ",");
+  print("usual_exchange_ms", all.usual, ",");
   print("replayed_ms", all.replayed, "}");
   return 0;
 }
