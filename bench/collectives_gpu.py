@@ -50,6 +50,7 @@ class GpuRank(collectives.Rank):
         import ferry
 
         self.rank, self.size, self.args = int(os.environ["RANK"]), args.ranks, args
+        self.cores = sorted(os.sched_getaffinity(0))
         torch.cuda.set_device(self.rank)
         device = torch.device("cuda", self.rank)
         dist.init_process_group("nccl", device_id=device)
