@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deep_ep.config import domains_of
-from deep_ep.errors import refuse, require
+from deep_ep.errors import refuse, require, require_integer
 from deep_ep.layout import ranks_of_tokens
 from ferry.arguments import shown, tensor_words
 from ferry.tensors import storage_of
@@ -42,11 +42,14 @@ def is_strided(value: Any) -> bool:
 
 
 def check_memory(call: str, **tensors: Tensor | None) -> None:
-    """For what torch reads here: it would read what lies where the memory of a freed tensor was."""
+    """For what torch reads here: it would read what lies where the memory of a freed tensor was, or
+    for a tensor of the meta device anything."""
     for name, tensor in tensors.items():
         if tensor is not None:
-            good = isinstance(tensor, Tensor)
-            require(good, call, name, words(tensor), "a torch.Tensor, or None where it may be")
+            good = is_strided(tensor) and not tensor.is_meta
+            if not good:
+                expected = "a strided torch.Tensor with memory, or None where it may be"
+                refuse(call, name, words(tensor), expected)
             storage_of(f"{call}: {name}", tensor)
 
 
@@ -55,11 +58,23 @@ def check_dtype(call: str, dtype: Any) -> None:
     require(isinstance(dtype, torch.dtype), call, "dtype", got, "a torch.dtype")
 
 
+def shapes_of(call: str, shapes: Any) -> tuple[list[tuple[int, ...]], bool]:
+    """Of what callers give as a shape or several; and whether it was more than one."""
+    good = isinstance(shapes, (tuple, list))
+    several = good and len(shapes) > 0 and isinstance(shapes[0], (tuple, list))
+    found = list(shapes) if several else [shapes]
+    least = "a shape, numbers of 0 or more, or several"
+    for one in found:
+        require(isinstance(one, (tuple, list)), call, "shapes", shown(shapes), least)
+    made = [tuple(require_integer(call, "shapes", n, 0, least) for n in one) for one in found]
+    return made, several
+
+
 def check_rows(call: str, name: str, x: Any) -> None:
     """Rows that can travel: dense, of whole 16 bytes."""
-    shape = x.shape if isinstance(x, Tensor) else ()
+    shape = x.shape if is_strided(x) else ()
     if len(shape) != 2:
-        refuse(call, name, words(x), "a torch.Tensor of two dimensions, [rows, hidden]")
+        refuse(call, name, words(x), "a strided torch.Tensor of two dimensions, [rows, hidden]")
     if not x.is_contiguous():
         refuse(call, name, f"strides {x.stride()}", "a contiguous tensor")
     row_bytes = shape[1] * x.element_size()
@@ -127,7 +142,7 @@ def check_sent(call: str, in_rank: Tensor, topk_idx: Tensor, num_experts: int) -
 
 def check_weights(call: str, topk_weights: Any, rows: int, slots: int | None) -> None:
     """f32 weights of rows; slots None: any number."""
-    good = isinstance(topk_weights, Tensor) and topk_weights.dtype == torch.float32
+    good = is_strided(topk_weights) and topk_weights.dtype == torch.float32
     shape = topk_weights.shape if good else ()
     if len(shape) != 2 or shape[0] != rows or slots not in (None, shape[1]):
         wanted = f"torch.float32 of shape ({rows}, {'K' if slots is None else slots})"
@@ -154,8 +169,8 @@ def biases(call: str, x: Tensor, bias: Any, plan: Any) -> tuple[Tensor | None, T
     if bias is None:
         return None, None
     both = bias if isinstance(bias, tuple) else (bias, None)
-    good = len(both) == 2 and all(one is None or isinstance(one, Tensor) for one in both)
-    require(good, call, "bias", words(bias), "a tensor or a tuple of two")
+    good = len(both) == 2 and all(one is None or is_strided(one) for one in both)
+    require(good, call, "bias", words(bias), "a strided tensor or a tuple of two")
     shape = (plan.tokens, x.shape[1])
     for one in both:
         if one is None:

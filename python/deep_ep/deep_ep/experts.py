@@ -247,7 +247,8 @@ class Experts(Regroups, Communicating):
         if weights is not None:
             plan = None if cached is None else exchange.plan
             shape = routes.topk_idx.shape if plan is None else (plan.tokens, plan.topk)
-            if type(weights) is not Tensor or weights.dtype != _F32 or weights.shape != shape:
+            plain = type(weights) is Tensor and weights.dtype == _F32 and not weights.is_nested
+            if not plain or weights.shape != shape:
                 arguments.check_weights(call, weights, *shape)
         self._check_qps(call, num_qps)
         turn = self._turn(call, when, rows)
@@ -380,10 +381,13 @@ class Experts(Regroups, Communicating):
 
     def _count(self, stats: Tensor, ids: Tensor, exchange: Exchange) -> None:
         local = exchange.group.local_experts
-        good = isinstance(stats, Tensor) and stats.shape == (local,) and stats.dtype == torch.int32
+        good = arguments.is_strided(stats) and stats.shape == (local,) and stats.dtype == torch.int32
         name = "cumulative_local_expert_recv_stats"
         require(good, "dispatch", name, arguments.words(stats), f"torch.int32 of shape ({local},)")
         arguments.check_memory("dispatch", **{name: stats})
+        require(stats.device == ids.device, "dispatch", name, str(stats.device), str(ids.device))
+        good = stats.stride(0) != 0 or local == 1
+        require(good, "dispatch", name, "one element expanded", "memory for each expert")
         stats.add_(ferry.torch.expert_rows(ids, local))
 
     @without_gradients
@@ -489,16 +493,18 @@ def _own_ids(raw: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _check_row_weights(exchange: Exchange, weights: Any) -> None:
-    good = isinstance(weights, Tensor) and weights.shape == (exchange.rows,)
+    good = arguments.is_strided(weights) and weights.shape == (exchange.rows,)
     good = good and weights.dtype == torch.float32
     wanted = f"torch.float32 of shape ({exchange.rows},), one for each row"
     require(good, "combine", "topk_weights", arguments.words(weights), wanted)
 
 
+@without_gradients
 def _rounded(sums: Tensor, both: tuple[Tensor | None, Tensor | None], dtype: torch.dtype) -> Tensor:
-    """With the biases, in order."""
+    """With the biases, in order; of a deferred call, whose memory may be gone meanwhile."""
     for one in both:
         if one is not None:
+            arguments.check_memory("combine", bias=one)
             sums = sums + one.float()
     return sums.to(dtype)
 

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_ep.arguments import check_dtype, check_memory, is_strided, words
+from deep_ep.arguments import check_dtype, check_memory, is_strided, shapes_of, words
 from deep_ep.errors import refuse, require, require_flags, require_integer
 from deep_ep.gradients import without_gradients
 from deep_ep.groups import Groups
-from deep_ep.sizes import SIZE_STEP, TMA_STEP, round_up
-from ferry.arguments import shown
+from deep_ep.sizes import SIZE_STEP, TMA_STEP, ranks_of, round_up
 
 
 class Gathering:
@@ -36,8 +35,8 @@ class Gathering:
         gathered."""
         call = "get_agrs_num_max_session_bytes"
         check_dtype(call, dtype)
-        ranks = group.Get_size() if hasattr(group, "Get_size") else group.size()
-        each = (math.prod(shape) * dtype.itemsize for shape in _shapes(call, shapes)[0])
+        ranks = ranks_of(call, group)
+        each = (math.prod(shape) * dtype.itemsize for shape in shapes_of(call, shapes)[0])
         return sum(round_up(ranks * one, TMA_STEP) for one in each)
 
     @staticmethod
@@ -96,7 +95,7 @@ class Gathering:
         without a copy."""
         call = "agrs_get_inplace_tensor"
         check_dtype(call, dtype)
-        given, several = _shapes(call, shapes)
+        given, several = shapes_of(call, shapes)
         made = tuple(
             self._session(call).room(call, self.num_ranks, shape, dtype)[self.rank_idx]
             for shape in given
@@ -169,15 +168,3 @@ class _Session:
             whole = self.room(call, ranks, one.shape, one.dtype)
         self.ranks.all_gather(one.view(-1), whole.view(-1))
         return whole
-
-
-def _shapes(call: str, shapes: Any) -> tuple[list[tuple[int, ...]], bool]:
-    """Shapes, and whether it was more than one."""
-    good = isinstance(shapes, (tuple, list))
-    several = good and len(shapes) > 0 and isinstance(shapes[0], (tuple, list))
-    found = list(shapes) if several else [shapes]
-    least = "a shape, numbers of 0 or more, or several"
-    for one in found:
-        require(isinstance(one, (tuple, list)), call, "shapes", shown(shapes), least)
-    made = [tuple(require_integer(call, "shapes", n, 0, least) for n in one) for one in found]
-    return made, several

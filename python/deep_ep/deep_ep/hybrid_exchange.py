@@ -53,6 +53,9 @@ class HybridExchange(BufferBase):
         read = {"topk_idx": topk_idx, "topk_weights": topk_weights, "probs": probs}
         read |= {"routing_map": bits, "scaling_factor": scaling_factor}
         arguments.check_memory(name, **read)
+        for argument, tensor in read.items():
+            if tensor is not None and tensor.device != hidden.device:
+                refuse(name, argument, f"a tensor of {tensor.device}", f"{hidden.device}, as hidden")
         sent = arguments.carried_rows(hidden)
         beside = scaling_factor if hidden.element_size() != 1 else None
         scales = None
@@ -167,7 +170,8 @@ class HybridExchange(BufferBase):
             how["alignment"] = kept.alignment
         weights = None
         if probs is not None:
-            weights = torch.where(routes >= 0, probs.gather(1, routes.clamp(min=0)), 0.0)
+            own = probs.float().gather(1, routes.clamp(min=0))
+            weights = torch.where(routes >= 0, own, 0.0)
         return exchange.group.dispatch(
             sent,
             exchange.plan,
@@ -205,6 +209,7 @@ class HybridExchange(BufferBase):
                 require(most < count, name, "topk_idx", f"expert {most}", f"less than {count}")
             bits, probs = indices_to_map(topk_idx, topk_weights, tokens, count)
             return bits, probs, topk_idx.shape[1]
+        _check_shape(name, "probs", probs, bits.shape)
         good = bits.dtype == torch.bool and bits.dim() == 2 and len(bits) == tokens
         require(
             good, name, "routing_map", arguments.words(bits), f"torch.bool of shape ({tokens}, E)"
@@ -287,8 +292,8 @@ def _check_one_form(name: str, topk_idx: Any, topk_weights: Any, probs: Any, bit
 
 def _check_shape(call: str, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
     """torch's gather and scatter take a larger one, and use a part of it."""
-    good = tensor is None or tensor.shape == shape
-    require(good, call, name, arguments.words(tensor), f"shape {tuple(shape)}")
+    good = tensor is None or (tensor.shape == shape and tensor.is_floating_point())
+    require(good, call, name, arguments.words(tensor), f"torch.float32 of shape {tuple(shape)}")
 
 
 def _probs_beside(

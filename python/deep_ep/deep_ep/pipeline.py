@@ -14,7 +14,7 @@ from deep_ep.errors import refuse, require, require_integer
 from deep_ep.gradients import without_gradients
 from deep_ep.groups import Groups
 from deep_ep.sizes import SIZE_STEP, TMA_STEP, round_up
-from ferry.arguments import whole_number
+from ferry.arguments import shown, whole_number
 
 
 class Pipeline:
@@ -34,9 +34,9 @@ class Pipeline:
         self._to_self: deque[Tensor] = deque()
         self._streams: dict[int, ferry.Stream] = {}
 
-    def send(self, call: str, x: Any, to: int, num_sms: int | None) -> None:
+    def send(self, call: str, x: Any, dst: int, num_sms: int | None) -> None:
         """A copy of x leaves; with `inflight` copies on their way it waits for the oldest."""
-        self._check(call, x, to, num_sms)
+        to = self._check(call, x, dst, num_sms)
         if to == self._rank:
             require(len(self._to_self) < self._inflight, call, "x", "no room", "a receive first")
             self._to_self.append(x.clone())
@@ -51,9 +51,11 @@ class Pipeline:
         event = self._ranks.send(copy.view(-1).view(torch.uint8), to, stream=stream)
         under_way.append((event, copy))
 
-    def recv(self, call: str, x: Any, source: int, num_sms: int | None) -> None:
+    def recv(self, call: str, x: Any, src: int, num_sms: int | None) -> None:
         """Waits for the neighbour's next tensor, of as many bytes."""
-        self._check(call, x, source, num_sms)
+        source = self._check(call, x, src, num_sms)
+        lazy = x.is_neg() or x.is_conj()
+        require(not lazy, call, "x", "a lazy view, negated or conjugated", "one of plain memory")
         if source == self._rank:
             require(len(self._to_self) > 0, call, "x", "nothing was sent", "a send first")
             sent = self._to_self[0].view(-1).view(torch.uint8)
@@ -70,7 +72,8 @@ class Pipeline:
             while under_way:
                 under_way.popleft()[0].wait()
 
-    def _check(self, call: str, x: Any, peer: int, num_sms: int | None) -> None:
+    def _check(self, call: str, x: Any, peer: int, num_sms: int | None) -> int:
+        """The other rank, as a plain number: that of a tensor would be another key each time."""
         good = isinstance(x, Tensor) and x.device.type == "cpu" and x.is_contiguous()
         got = f"a tensor of {x.device}" if isinstance(x, Tensor) else type(x).__name__
         require(
@@ -81,7 +84,9 @@ class Pipeline:
         require(0 < size <= self._most, call, "x", f"{size} bytes", f"1 to {self._most}")
         near = {(self._rank + 1) % self._size, (self._rank - 1) % self._size}
         expected = f"a neighbour in the ring: {sorted(near)}"
-        require(whole_number(peer) in near, call, "the other rank", peer, expected)
+        rank = whole_number(peer)
+        if rank not in near:
+            refuse(call, "the other rank", shown(peer), expected)
         require(
             num_sms is None or whole_number(num_sms) == 0,
             call,
@@ -89,6 +94,7 @@ class Pipeline:
             num_sms,
             "0: CPU memory takes no SMs",
         )
+        return rank
 
 
 class PipelineCalls:

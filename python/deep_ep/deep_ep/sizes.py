@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from deep_ep.errors import require_integer, require_positive
+from deep_ep.errors import refuse, require_integer, require_positive
+from ferry.arguments import shown
 
 SIZE_STEP = 2 << 20
 """Bytes, of which buffer sizes are multiples."""
@@ -66,6 +67,15 @@ def size_hint(
         require_integer(call, name, value, 0, "0 or more")
         for name, value in zip(("num_max_tokens_per_rank", "hidden", "num_topk"), sizes)
     )
-    ranks = group.Get_size() if hasattr(group, "Get_size") else group.size()
+    ranks = ranks_of(call, group)
     least = buffer_bytes(ranks, tokens, hidden, topk, fp8=fp8)
     return least if multiple_reduction else buffer_bytes(ranks, tokens, 2 * hidden, topk, fp8=False)
+
+
+def ranks_of(call: str, group: Any) -> int:
+    """How many there are; not collective."""
+    size = getattr(group, "Get_size", getattr(group, "size", None))
+    if not callable(size) or isinstance(group, (type, torch.Tensor)):
+        refuse(call, "group", shown(group), "a process group, or a communicator of mpi4py")
+    found: int = size()
+    return found

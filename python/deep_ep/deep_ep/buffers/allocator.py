@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deep_ep.arguments import check_dtype, is_strided, shapes_of, words
 from deep_ep.errors import refuse, require
 from deep_ep.sizes import MOST_BYTES, SIZE_STEP, round_up
 from ferry.arguments import shown, whole_number
@@ -27,22 +29,32 @@ class BufferAllocator:
         """One more tensor: of the meta device until a buffer is made of the plan, then the same
         object is a view of its memory."""
         self.require_open("allocate")
-        tensor = torch.empty(shape, dtype=dtype, device="meta")
+        check_dtype("allocate", dtype)
+        (own, *_), several = shapes_of("allocate", shape)
+        require(not several, "allocate", "shapes", shown(shape), "one shape")
+        size = math.prod(own) * dtype.itemsize
+        left = MOST_BYTES - self.num_bytes
+        require(size <= left, "allocate", "shapes", f"{shown(shape)} of {dtype}", f"{left} bytes")
+        tensor = torch.empty(own, dtype=dtype, device="meta")
         self.allocations.append((tensor, self.num_bytes))
-        self.num_bytes += round_up(tensor.numel() * tensor.element_size(), self.alignment)
+        self.num_bytes += round_up(size, self.alignment)
         return tensor
 
     def materialize(self, storage: Tensor) -> None:
         """Makes the tensors views of `storage`, num_bytes of u8, dense."""
         self.require_open("materialize")
-        good = storage.dtype == torch.uint8 and storage.is_contiguous()
+        good = is_strided(storage) and storage.dtype == torch.uint8 and storage.is_contiguous()
         good = good and storage.shape == (self.num_bytes,)
-        got = f"{storage.dtype} of shape {tuple(storage.shape)}"
-        require(good, "materialize", "storage", got, f"torch.uint8 of shape ({self.num_bytes},)")
+        expected = f"torch.uint8 of shape ({self.num_bytes},)"
+        require(good, "materialize", "storage", words(storage), expected)
         for tensor, offset in self.allocations:
             part = storage[offset : offset + tensor.numel() * tensor.element_size()]
             view = part.view(tensor.dtype).view(tensor.shape)
-            torch.utils.swap_tensors(tensor, view)  # type: ignore[no-untyped-call]
+            try:
+                torch.utils.swap_tensors(tensor, view)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                got = f"{words(tensor)} with views or weak references ({error})"
+                refuse("materialize", "plan", got, "those taken once the buffer is made")
         self.materialized = True
 
     def require_open(self, call: str) -> None:

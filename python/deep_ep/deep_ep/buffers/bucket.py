@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ferry
-from deep_ep.arguments import check_memory, is_strided, words
+from deep_ep.arguments import check_dtype, check_memory, is_strided, shapes_of, words
 from deep_ep.buffers.allocator import BufferAllocator, planned_bytes
 from deep_ep.buffers.base import BufferBase, bootstrap_of
 from deep_ep.errors import refuse, require, require_flags, require_seconds
@@ -145,7 +145,7 @@ class BucketBuffer(BufferBase):
             ranks.all_gather(src.reshape(-1), whole, num_sms=sms)
             results.append(whole)
             external.append(outside)
-        return _ended(results, external, packed)
+        return _ended(call, results, external, packed)
 
     @without_gradients
     def reduce_scatter(
@@ -206,8 +206,7 @@ class BucketBuffer(BufferBase):
         self, call: str, srcs: Some, scale: float, group: Any, run: Callable[[Tensor], Tensor]
     ) -> EventOverlap:
         sources, packed = _several(call, "srcs", srcs)
-        good = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
-        require(good, call, "scale", scale, "a number")
+        factor = _factor(call, scale)
         results = []
         for src in sources:
             self._check(call, src)
@@ -217,10 +216,10 @@ class BucketBuffer(BufferBase):
                 own = self._room(call, src.shape, src.dtype, group)
                 own.copy_(src)
             made = run(own.view(-1))
-            if scale != 1.0:
-                made.mul_(scale)
+            if factor != 1.0:
+                made.mul_(factor)
             results.append(made.view(own.shape) if call == "all_reduce" else made)
-        return _ended(results, [None] * len(results), packed)
+        return _ended(call, results, [None] * len(results), packed)
 
     def _gathered(
         self, call: str, ranks: ferry.Collectives, src: Tensor, dst: Tensor | None, group: Any
@@ -233,6 +232,9 @@ class BucketBuffer(BufferBase):
             require(good, call, "dsts", got, f"a dense tensor of {size * bytes_of_src} bytes")
             check_memory(call, dsts=dst)
             if self._inside(dst):
+                first = dst.data_ptr() - self.storage.data_ptr()
+                good, step = first % src.element_size() == 0, f"a multiple of {src.element_size()}"
+                require(good, call, "dsts", f"byte {first} of the storage", f"{step}, as of srcs")
                 return dst.view(-1).view(src.dtype), None
         elif self._inside(src):
             first = src.data_ptr() - self.storage.data_ptr() - ranks.rank * bytes_of_src
@@ -289,6 +291,7 @@ class BucketSession:
         self.context_idx: int | None = None
 
     def __enter__(self) -> BucketBuffer:
+        self.buffer._require_living()
         nested = self.buffer._session is not None
         require(not nested, "session", "buffer", "one in a session", "one session at a time")
         self.buffer._session = self
@@ -307,9 +310,13 @@ class BucketSession:
         self, shapes: Any, dtype: torch.dtype = torch.float32, group: Any = None
     ) -> Tensor | tuple[Tensor, ...]:
         """A tensor of the storage for a shape, a tuple of them for several shapes."""
+        call = "allocate"
+        check_dtype(call, dtype)
+        given, several = shapes_of(call, shapes)
+        good = self.buffer._session is self
+        require(good, call, "session", "one that is not open", "a call in its `with` block")
         self.require_group(self.buffer.get_context_idx(group))
-        several = len(shapes) > 0 and isinstance(shapes[0], (tuple, list))
-        made = tuple(self._one(shape, dtype) for shape in (shapes if several else (shapes,)))
+        made = tuple(self._one(shape, dtype) for shape in given)
         return made if several else made[0]
 
     def require_group(self, index: int) -> None:
@@ -340,12 +347,26 @@ def _several(call: str, name: str, given: Some) -> tuple[list[Tensor], bool]:
     return several, packed  # type: ignore[return-value]
 
 
-def _ended(results: list[Tensor], external: list[Tensor | None], packed: bool) -> EventOverlap:
+def _factor(call: str, scale: Any) -> float:
+    """A number that a float can hold."""
+    if isinstance(scale, numbers.Real) and not isinstance(scale, bool):
+        try:
+            return float(scale)
+        except OverflowError:
+            pass
+    refuse(call, "scale", shown(scale), "a number, of a float's range")
+
+
+def _ended(
+    call: str, results: list[Tensor], external: list[Tensor | None], packed: bool
+) -> EventOverlap:
     """The event of a call, whose wait copies what goes elsewhere and returns the results."""
 
+    @without_gradients
     def hook() -> Any:
         for at, out in enumerate(external):
             if out is not None:
+                check_memory(call, dsts=out)
                 out.view(-1).copy_(results[at].view(out.dtype))
                 results[at] = out
         return results[0] if packed else results

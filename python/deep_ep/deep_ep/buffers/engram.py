@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,11 @@ class EngramBuffer(Communicating):
         num_gpu_timeout_secs: bounds every wait, unless FERRY_DEADLINE does.
     """
 
+    num_gpu_bytes: int
+    num_rdma_storage_bytes: int
+    num_allocated_qps: int
+    qp_depth: int
+
     def __init__(
         self,
         group: Any,
@@ -63,7 +69,8 @@ class EngramBuffer(Communicating):
             ("num_allocated_qps", num_allocated_qps, 1),
             ("qp_depth", qp_depth, 1),
         ):
-            require_integer(call, name, value, least, f"{least} or more")
+            number = require_integer(call, name, value, least, f"{least} or more")
+            setattr(self, name, number)
         require_flags(
             call,
             use_cpu_rdma_storage=use_cpu_rdma_storage,
@@ -74,9 +81,7 @@ class EngramBuffer(Communicating):
         require(bool(use_cpu_rdma_storage), call, "use_cpu_rdma_storage", False, expected)
         seconds = num_gpu_timeout_secs
         require_seconds(call, "num_gpu_timeout_secs", seconds)
-        self.num_gpu_bytes, self.num_rdma_storage_bytes = num_gpu_bytes, num_rdma_storage_bytes
         self.use_cpu_rdma_storage, self.allow_hybrid_mode = True, allow_hybrid_mode
-        self.num_allocated_qps, self.qp_depth = num_allocated_qps, qp_depth
         self.restrict_rd_atomic = restrict_rd_atomic
         self._meet(group, deadline=seconds, sl_idx=sl_idx)
         self.rank_idx, self.num_ranks = self._groups.everyone.rank, self._groups.everyone.size
@@ -93,9 +98,13 @@ class EngramBuffer(Communicating):
         num_sf_packs: int = 0,
     ) -> tuple[int, int]:
         """Bytes of what a fetch of all layers brings, and of this rank's parts of the tables."""
-        forms = _forms("get_storage_size_hint", num_entries_per_layer, hidden, dtype, num_sf_packs)
-        each = sum(form.row_bytes + 4 * num_sf_packs for form in forms)
-        fetched = each * num_max_tokens * num_entries_per_token
+        call = "get_storage_size_hint"
+        forms = _forms(call, num_entries_per_layer, hidden, dtype, num_sf_packs)
+        name, least = "num_max_tokens", "0 or more"
+        tokens = require_integer(call, name, num_max_tokens, 0, least)
+        name = "num_entries_per_token"
+        entries = require_integer(call, name, num_entries_per_token, 0, least)
+        fetched = sum(form.row_bytes + 4 * form.num_sf_packs for form in forms) * tokens * entries
         return round_up(fetched, SIZE_STEP), round_up(sum(one.bytes for one in forms), SIZE_STEP)
 
     @staticmethod
@@ -115,10 +124,10 @@ class EngramBuffer(Communicating):
             "num_entries_per_token": num_entries_per_token,
             "num_max_read_requests_per_qp": num_max_read_requests_per_qp,
         }
-        for name, value in sizes.items():
-            require_integer(call, name, value, 1, "at least 1")
-        reads = num_layers * num_max_tokens * num_entries_per_token
-        depth = num_max_read_requests_per_qp
+        *counts, depth = (
+            require_integer(call, name, value, 1, "at least 1") for name, value in sizes.items()
+        )
+        reads = math.prod(counts)
         return -(-reads // depth), depth, False
 
     def set_config(

@@ -86,8 +86,12 @@ class EPBuffer(Experts, Balancing):
         sm_write_gbs: float = 0,
     ) -> int:
         """As of an `ElasticBuffer`; sm_read_gbs, sm_write_gbs 0: 200 and 50."""
+        sm_read, sm_write = (
+            default if isinstance(given, (int, float)) and given == 0 else given
+            for given, default in ((sm_read_gbs, 200), (sm_write_gbs, 50))
+        )
         traffic = (num_experts, num_topk, num_scaleout_topk, rdma_gbs, nvlink_gbs)
-        return super().get_theoretical_num_sms(*traffic, sm_read_gbs or 200, sm_write_gbs or 50)
+        return super().get_theoretical_num_sms(*traffic, sm_read, sm_write)
 
     def barrier(
         self,

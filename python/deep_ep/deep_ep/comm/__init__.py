@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from deep_ep.errors import require, require_integer, require_only_context
+from deep_ep.errors import refuse_destroyed, require, require_integer, require_only_context
 from deep_ep.utils.envs import domain_sizes
+from ferry.arguments import shown
 
 __all__ = ["barrier", "get_comm_stream", "get_logical_domain_size", "get_physical_domain_size"]
 
@@ -19,6 +20,7 @@ def barrier(
 ) -> None:
     """Collective: `buffer.barrier`. context_idx: of a BucketBuffer, which of its groups; of others
     None or 0."""
+    _require_buffer("barrier", buffer, "barrier")
     groups = getattr(buffer, "groups", None)
     if groups is None:
         require_only_context("barrier", context_idx)
@@ -35,6 +37,9 @@ def barrier(
 
 def get_comm_stream(buffer: Any) -> Any:
     """The torch.cuda.Stream of a buffer's asynchronous exchanges."""
+    _require_buffer("get_comm_stream", buffer, "runtime")
+    if buffer.runtime is None:
+        refuse_destroyed()
     return buffer.runtime.get_comm_stream()
 
 
@@ -50,3 +55,9 @@ def get_logical_domain_size(
     if allow_hybrid_mode is None:
         allow_hybrid_mode = getattr(group_or_buffer, "allow_hybrid_mode", True)
     return domain_sizes(group_or_buffer, allow_hybrid_mode)
+
+
+def _require_buffer(call: str, given: Any, name: str) -> None:
+    """It has what the call needs, and is no class."""
+    good = hasattr(given, name) and not isinstance(given, type)
+    require(good, call, "buffer", shown(given), "a buffer")

@@ -33,11 +33,14 @@ def check_torch_deterministic() -> None:
 
 def domain_sizes(group: Any, allow_hybrid_mode: bool) -> tuple[int, int]:
     """Of a group, collective; or of a buffer."""
-    from deep_ep.buffers.base import bootstrap_of
+    from deep_ep.buffers.base import BufferBase, bootstrap_of
+    from deep_ep.errors import refuse_destroyed
     from deep_ep.groups import Groups
     from deep_ep.runtime import Runtime
 
     runtime = getattr(group, "runtime", None)
+    if runtime is None and isinstance(group, BufferBase):
+        refuse_destroyed()
     if runtime is None:
         groups = Groups(bootstrap_of("get_physical_domain_size", group), 0)
         runtime = Runtime(groups.everyone, 0, 0)
