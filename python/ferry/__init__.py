@@ -74,7 +74,7 @@ _ON_DEMAND = {
     "Vault": "vault",
     "Window": "collectives",
 }
-_FRAMEWORKS = ("jax", "tensorflow", "torch")
+_MODULES = {"jax", "tensorflow", "torch", *_ON_DEMAND.values()}
 
 #: Names of earlier releases, which go with the next one; exceptions: ferry.errors.
 _RENAMED_STATS: dict[str, type] = {
@@ -86,12 +86,12 @@ _RENAMED_STATS: dict[str, type] = {
 
 
 def __getattr__(name: str) -> Any:
-    where = name if name in _FRAMEWORKS else _ON_DEMAND.get(name)
+    where = name if name in _MODULES else _ON_DEMAND.get(name)
     if where is not None:
         import importlib
 
         module = importlib.import_module(f"ferry.{where}")
-        if name in _FRAMEWORKS:
+        if name in _MODULES:
             return module
         value = globals()[name] = getattr(module, name)
         return value
@@ -104,7 +104,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ON_DEMAND, *_FRAMEWORKS})
+    """Without the frameworks, one of which may not be installed: `help` imports what is here."""
+    return sorted({*globals(), *_ON_DEMAND})
 
 
 __all__ = [
