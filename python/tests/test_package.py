@@ -48,6 +48,21 @@ def test_import_is_quick_and_imports_no_framework() -> None:
     assert min(float(python(code)) for _ in range(3)) < 0.3
 
 
+def test_modules_that_come_later_are_attributes() -> None:
+    """And whoever asks for all attributes, as `help` does, needs no framework."""
+    python("""
+        import sys
+        for name in ("jax", "tensorflow", "torch"):
+            sys.modules[name] = None  # importing it fails
+        import inspect, pydoc
+        import ferry
+        assert ferry.latency.LatencyExchange is ferry.LatencyExchange
+        assert ferry.vault.__name__ == "ferry.vault" and ferry.experts and ferry.collectives
+        assert dict(inspect.getmembers(ferry))["Window"] is ferry.Window
+        assert "class Vault" in pydoc.plain(pydoc.render_doc(ferry))
+    """)
+
+
 def test_numpy_users_need_no_torch() -> None:
     python("""
         import sys

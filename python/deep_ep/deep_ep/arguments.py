@@ -83,7 +83,7 @@ def check_rows(call: str, name: str, x: Any) -> None:
 
 
 def carried_rows(x: Tensor) -> Tensor:
-    """Rows as Ferry takes them: of a dtype that it does not know, their bytes."""
+    """Rows, or a flat tensor, as Ferry takes them: of a dtype that it does not know, their bytes."""
     return x if x.dtype in _CARRIED else x.detach().resolve_conj().resolve_neg().view(torch.uint8)
 
 
@@ -112,14 +112,14 @@ def check_layout(
             "None for one of them",
             "those of get_dispatch_layout, or a handle",
         )
-    if not isinstance(per_rank, Tensor) or per_rank.shape != (num_ranks,):
+    if not is_strided(per_rank) or per_rank.shape != (num_ranks,):
         refuse(call, "num_tokens_per_rank", words(per_rank), f"shape {(num_ranks,)}")
     if per_domain is not None and domains_of(num_ranks) > 1:  # else the original has none, either
         hosts = (domains_of(num_ranks),)
-        if not isinstance(per_domain, Tensor) or per_domain.shape != hosts:
+        if not is_strided(per_domain) or per_domain.shape != hosts:
             refuse(call, "num_tokens_per_rdma_rank", words(per_domain), f"shape {hosts}")
     wanted = (x.shape[0], num_ranks)
-    if not isinstance(in_rank, Tensor) or in_rank.shape != wanted or in_rank.dtype != torch.bool:
+    if not is_strided(in_rank) or in_rank.shape != wanted or in_rank.dtype != torch.bool:
         refuse(call, "is_token_in_rank", words(in_rank), f"torch.bool of shape {wanted}")
     if not isinstance(per_expert, Tensor) or per_expert.dim() != 1 or per_expert.numel() == 0:
         refuse(call, "num_tokens_per_expert", words(per_expert), "one dimension, [experts]")

@@ -127,15 +127,16 @@ class Buffer(Regroups, Throughput, LowLatency):
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
         """Bytes that the original registers for low-latency mode. Ferry needs none of them."""
-        capacity = num_max_dispatch_tokens_per_rank
         call = "get_low_latency_rdma_size_hint"
-        for name, value, least in (
-            ("num_max_dispatch_tokens_per_rank", capacity, 0),
-            ("hidden", hidden, 0),
-            ("num_ranks", num_ranks, 1),
-            ("num_experts", num_experts, 1),
-        ):
+        capacity, hidden, _, num_experts = (
             require_integer(call, name, value, least, f"an integer, at least {least}")
+            for name, value, least in (
+                ("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 0),
+                ("hidden", hidden, 0),
+                ("num_ranks", num_ranks, 1),
+                ("num_experts", num_experts, 1),
+            )
+        )
         scales = 4 * (hidden // 128)
         to_expert = 16 + max(2 * hidden, hidden + scales)
         back = scales + 2 * hidden

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deep_ep.environment import topk_idx_dtype
 from deep_ep.errors import refuse, require, require_integer
@@ -60,27 +60,33 @@ class Config:
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int, /) -> int:
         """Bytes that the original registers for peers on one host."""
-        domains, peers = self._shape("get_nvl_buffer_size_hint", num_ranks)
-        row = hidden_bytes + 8 + 128 * topk_idx_t.itemsize + 128 * 4 + 128 * 4
+        call = "get_nvl_buffer_size_hint"
+        row, ranks = self._shape(call, hidden_bytes, num_ranks)
+        domains, peers = domains_of(ranks), min(ranks, RANKS_OF_A_HOST)
+        row += 8 + 128 * topk_idx_t.itemsize + 128 * 4 + 128 * 4
         rings = self.channels * peers
         flags = rings * (2 * domains + 3) * 4
         return _round_up(flags + rings * self.num_max_nvl_chunked_recv_tokens * row, 128)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int, /) -> int:
         """Bytes that the original registers for the network; 0 for ranks of one host."""
-        domains, _ = self._shape("get_rdma_buffer_size_hint", num_ranks)
-        if num_ranks <= RANKS_OF_A_HOST:
+        call = "get_rdma_buffer_size_hint"
+        row, ranks = self._shape(call, hidden_bytes, num_ranks)
+        if ranks <= RANKS_OF_A_HOST:
             return 0
-        row = hidden_bytes + 8 + 128 * topk_idx_t.itemsize + 128 * 4 + 128 * 4 + 16
+        domains = domains_of(ranks)
+        row += 8 + 128 * topk_idx_t.itemsize + 128 * 4 + 128 * 4 + 16
         rings = self.channels * domains
         flags = rings * (RANKS_OF_A_HOST * 2 + 2) * 2 * 4
         return _round_up(flags + 2 * rings * self.num_max_rdma_chunked_recv_tokens * row, 128)
 
-    def _shape(self, call: str, num_ranks: int) -> tuple[int, int]:
-        require(num_ranks >= 1, call, "num_ranks", num_ranks, "at least 1")
-        if num_ranks > RANKS_OF_A_HOST:
+    def _shape(self, call: str, hidden_bytes: Any, num_ranks: Any) -> tuple[int, int]:
+        """Both, as plain numbers."""
+        row = require_integer(call, "hidden_bytes", hidden_bytes, 0, "0 or more")
+        ranks = require_integer(call, "num_ranks", num_ranks, 1, "at least 1")
+        if ranks > RANKS_OF_A_HOST:
             require(self.num_sms % 2 == 0, call, "num_sms", self.num_sms, "an even number")
-        return domains_of(num_ranks), min(num_ranks, RANKS_OF_A_HOST)
+        return row, ranks
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value}" for name, value in vars(self).items())

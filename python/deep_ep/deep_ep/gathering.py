@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_ep.arguments import check_dtype, check_memory, is_strided, shapes_of, words
+from deep_ep.arguments import carried_rows, check_dtype, check_memory, is_strided, shapes_of, words
 from deep_ep.errors import refuse, require, require_flags, require_integer
 from deep_ep.gradients import without_gradients
 from deep_ep.groups import Groups
@@ -166,5 +166,6 @@ class _Session:
             whole = part.view(one.dtype).view(ranks, *one.shape)
         else:
             whole = self.room(call, ranks, one.shape, one.dtype)
-        self.ranks.all_gather(one.view(-1), whole.view(-1))
+        sent = carried_rows(one.view(-1))
+        self.ranks.all_gather(sent, whole.view(-1).view(sent.dtype))
         return whole

@@ -125,6 +125,18 @@ class Configurer:
         for name, value in further.items():
             if name not in _NAMES:
                 refuse(call, name, shown(value), "a field of HybridEpConfigInstance")
-            setattr(config, name, value)
+            setattr(config, name, _of_its_kind(call, name, value))
         require(config.is_valid(), call, "config", config, "hidden_dim and experts of at least 1")
         return config
+
+
+def _of_its_kind(call: str, name: str, value: Any) -> Any:
+    """What a field can hold: a number, True or False, or a word, as its default."""
+    kind = type(getattr(HybridEpConfigInstance, name))
+    if kind is int:
+        return require_integer(call, name, value, 0, "0 or more")
+    if kind is bool:
+        require_flags(call, **{name: value})
+        return bool(value)
+    require(isinstance(value, kind), call, name, shown(value), "a string")
+    return value

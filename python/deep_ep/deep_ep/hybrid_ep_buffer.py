@@ -75,12 +75,14 @@ class HybridEPBuffer(HybridExchange):
             enable_custom_allgather=enable_custom_allgather,
             use_mnnvl=use_mnnvl,
         )
-        for name, value, least in (
-            ("hidden_dim", hidden_dim, 1),
-            ("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0),
-            ("num_local_experts", num_local_experts, 1),
-        ):
+        sizes = tuple(
             require_integer(call, name, value, least, f"at least {least}")
+            for name, value, least in (
+                ("hidden_dim", hidden_dim, 1),
+                ("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0),
+                ("num_local_experts", num_local_experts, 1),
+            )
+        )
         blocks = {
             "num_of_blocks_dispatch_api": num_sms_dispatch_api,
             "num_of_blocks_combine_api": num_sms_combine_api,
@@ -88,16 +90,17 @@ class HybridEPBuffer(HybridExchange):
             "num_of_blocks_permute": num_blocks_permute,
             "num_of_blocks_unpermute": num_blocks_unpermute,
         }
-        numbers = {name: value for name, value in blocks.items() if value is not None}
-        for name, value in numbers.items():
-            require_integer(call, name, value, 0, "0 or more, or None")
+        numbers = {
+            name: require_integer(call, name, value, 0, "0 or more, or None")
+            for name, value in blocks.items()
+            if value is not None
+        }
         self._meet(group)
         everyone = self._groups.everyone
         self.rank, self.group_size = everyone.rank, everyone.size
         self.num_of_nodes, per_node = self.runtime.get_physical_domain_size()
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = per_node
         self.node_rank, self.local_rank = divmod(self.rank, per_node)
-        sizes = (hidden_dim, max_num_of_tokens_per_rank, num_local_experts)
         kind = "UINT8" if use_fp8 else "UINT16"
         whole = BufferConfig(*sizes, per_node, self.num_of_nodes, kind)
         self.configurer = Configurer(whole, numbers)

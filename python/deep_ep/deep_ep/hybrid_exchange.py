@@ -204,9 +204,7 @@ class HybridExchange(BufferBase):
                 name, "num_of_experts", experts, 1, "at least 1, beside topk_idx"
             )
             self._experts_per_rank(call, count, "num_of_experts")  # of what size the map becomes
-            if not topk_idx.is_cuda and topk_idx.numel() > 0:  # else the CPU would wait for it
-                most = int(topk_idx.max())
-                require(most < count, name, "topk_idx", f"expert {most}", f"less than {count}")
+            _check_experts(name, topk_idx, count)
             bits, probs = indices_to_map(topk_idx, topk_weights, tokens, count)
             return bits, probs, topk_idx.shape[1]
         _check_shape(name, "probs", probs, bits.shape)
@@ -290,6 +288,12 @@ def _check_one_form(name: str, topk_idx: Any, topk_weights: Any, probs: Any, bit
         require(probs is None, name, "probs", "a tensor", "topk_weights beside topk_idx")
 
 
+def _check_experts(call: str, topk_idx: Tensor, count: int) -> None:
+    if not topk_idx.is_cuda and topk_idx.numel() > 0:  # else the CPU would wait for it
+        most = int(topk_idx.max())
+        require(most < count, call, "topk_idx", f"expert {most}", f"less than {count}")
+
+
 def _check_shape(call: str, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
     """torch's gather and scatter take a larger one, and use a part of it."""
     good = tensor is None or (tensor.shape == shape and tensor.is_floating_point())
@@ -312,6 +316,7 @@ def _probs_beside(
     require(experts in (None, whole), call.name, "num_of_experts", experts, f"{whole}, as then")
     if topk_idx is not None:
         arguments.check_routes(call.name, topk_idx)
+        _check_experts(call.name, topk_idx, whole)
         _check_shape(call.name, "topk_weights", topk_weights, topk_idx.shape)
         bits, probs = indices_to_map(topk_idx, topk_weights, len(topk_idx), whole)
     elif topk_weights is not None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deep_ep.arguments import is_strided, words
 from deep_ep.errors import refuse, require, require_integer
 from deep_ep.handles import Exchange
 from deep_ep.hybrid_config import HybridEpConfigInstance
@@ -19,7 +20,12 @@ def indices_to_map(
 
     topk_idx: [T, K], -1: unused. topk_weights: [T, K] or None.
     """
+    call = "indices_to_map"
     shape = (num_of_tokens, num_of_experts + 1)
+    good = is_strided(topk_idx) and topk_idx.dim() == 2 and len(topk_idx) == num_of_tokens
+    if not good or topk_idx.dtype not in (torch.int64, torch.int32):
+        expected = f"torch.int64 or torch.int32 of shape ({num_of_tokens}, K)"
+        refuse(call, "topk_idx", words(topk_idx), expected)
     places = torch.where(topk_idx < 0, num_of_experts, topk_idx).long()
     bits = torch.zeros(shape, dtype=torch.bool, device=topk_idx.device).scatter_(1, places, True)
     if topk_weights is None:
@@ -82,12 +88,13 @@ def handle_of(
 
 
 def kept_of(name: str, handle: Any, length: int) -> Kept:
-    """The dispatch that a handle of this length belongs to."""
+    """The dispatch that a handle of this length belongs to, and whose settings are in it."""
     good = isinstance(handle, (tuple, list)) and len(handle) == length
     found = None
     if good and isinstance(handle[3], Tensor):
         found = getattr(handle[3].untyped_storage(), "_ferry_hybrid", None)
-    if found is None:
+    settings = None if found is None else config_of(handle)
+    if found is None or not isinstance(settings, HybridEpConfigInstance):
         got = f"a {type(handle).__name__}" + (f" of {len(handle)}" if good else "")
         way = "dispatch" if length == 7 else "dispatch_with_permute"
         refuse(name, "handle", got, f"the handle of a {way} of a HybridEPBuffer")

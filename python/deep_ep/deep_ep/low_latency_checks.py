@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deep_ep.arguments import check_memory
+from deep_ep.arguments import check_memory, is_strided, words
 from deep_ep.errors import refuse, require, require_integer
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -85,8 +85,8 @@ def check_tensor(
     wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     extents = ["any" if extent is None else extent for extent in shape]
     expected = f"{wanted} {extents}".replace("'", "")
-    if not isinstance(tensor, Tensor):
-        refuse(call, name, f"an object of type {type(tensor).__name__}", expected)
+    if not is_strided(tensor):
+        refuse(call, name, words(tensor), f"strided {expected}")
     fits = len(tensor.shape) == len(shape) and all(
         extent is None or extent == own for own, extent in zip(tensor.shape, shape)
     )
@@ -140,6 +140,7 @@ def same_routes(x: Any, rows: int, topk_idx: Any, topk_weights: Any, out: Any) -
         and isinstance(topk_idx, Tensor)
         and isinstance(topk_weights, Tensor)
         and topk_idx.dtype in _ROUTES
+        and topk_idx.dim() == 2 == topk_weights.dim()
         and topk_idx.shape == topk_weights.shape
         and (out is None or isinstance(out, Tensor))
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import bucket_bodies as bodies
@@ -10,6 +11,7 @@ import torch
 from rank_buffers import ThreadComm, run_buffers, run_ranks
 
 import deep_ep
+import ferry
 from deep_ep.errors import EPException
 
 SIZES = (1, 2, 4, 8)
@@ -121,3 +123,50 @@ def test_what_is_refused() -> None:
     for wrong in (0, -1, None):
         with pytest.raises(EPException, match="allocation_plan_or_num_bytes: got"):
             run_ranks(1, lambda comm, wrong=wrong: deep_ep.BucketBuffer(comm, wrong))
+
+
+def test_any_dtype_is_gathered_and_nothing_freed_is_written() -> None:
+    def body(buffer: Any) -> None:
+        with buffer.session():
+            for dtype in (torch.complex64, torch.bool, torch.float64, torch.int16):
+                given = torch.arange(6).to(dtype)
+                assert torch.equal(buffer.all_gather(given).wait(), given)
+            into = torch.zeros(4, requires_grad=True)
+            assert buffer.all_gather(torch.ones(4), dsts=into).wait() is into
+            assert into.tolist() == [1] * 4
+            event = buffer.all_gather(torch.ones(4), dsts=(gone := torch.zeros(4)))
+            gone.untyped_storage().resize_(0)
+            with pytest.raises(ferry.Error, match="dsts: got a tensor whose storage was resized"):
+                event.wait()
+        with pytest.raises(EPException, match="dsts: got byte 1 of the storage; expected a mult"):
+            buffer.all_gather(torch.ones(2), dsts=buffer.storage[1:9])
+        part = buffer.storage[:8].view(torch.float32)
+        for scale in (Fraction(1, 2), 10**30):
+            part.fill_(1)
+            assert buffer.all_reduce(part, scale=scale).wait().tolist() == [pytest.approx(scale)] * 2
+
+    run_buffers(1, body, deep_ep.BucketBuffer, allocation_plan_or_num_bytes=1 << 10)
+
+
+def test_a_session_gives_no_room_for_what_is_no_shape() -> None:
+    """Else it would give all of the storage, and the next tensors would lie in each other."""
+
+    def body(buffer: Any) -> None:
+        session = buffer.session()
+        with session:
+            first = session.allocate((8,))
+            for wrong in (5, None, (-1,), "x", (1.5,), [(2,), 5], (torch.ones(3),)):
+                with pytest.raises(EPException, match="allocate: shapes: got"):
+                    session.allocate(wrong)
+            with pytest.raises(EPException, match="allocate: dtype: got 'x'"):
+                session.allocate((2,), "x")
+            assert session.allocate((8,)).data_ptr() == first.data_ptr() + 32
+        for ended in (session, buffer.session()):
+            with pytest.raises(EPException, match="one that is not open"):
+                ended.allocate((2,))
+        buffer.explicitly_destroy = True
+        buffer.destroy()
+        with pytest.raises(EPException, match="this Buffer is destroyed"):
+            session.__enter__()
+
+    run_buffers(1, body, deep_ep.BucketBuffer, allocation_plan_or_num_bytes=1 << 10)

@@ -165,3 +165,38 @@ def test_wrong_regions() -> None:
             buffer.lb_reduce_grads(own, own, mapping)
 
     run_buffers(1, body, **EP, lb_allocation_plan_or_num_bytes=2 * MIB)
+
+
+def test_plans_of_what_is_no_tensor() -> None:
+    plan = deep_ep.BufferAllocator()
+    for wrong in (5, None, (-1,), "x", (1.5,), (1 << 62,), [(2,), (3,)]):
+        with pytest.raises(EPException, match="allocate: shapes: got"):
+            plan.allocate(wrong, torch.float32)  # type: ignore[arg-type]
+    with pytest.raises(EPException, match="allocate: dtype: got 'x'"):
+        plan.allocate((2,), "x")  # type: ignore[arg-type]
+    assert plan.num_bytes == 0
+    viewed = plan.allocate((4,), torch.float32)
+    view = viewed.view(2, 2)
+    with pytest.raises(EPException, match="with views or weak references"):
+        plan.materialize(torch.zeros(plan.num_bytes, dtype=torch.uint8))
+    assert view.is_meta
+
+
+def test_what_a_deferred_combine_reads_later() -> None:
+    """As one that is not deferred: no gradient, and nothing that was freed."""
+
+    def body(buffer: Any) -> None:
+        x, ids = torch.ones(4, 64), torch.zeros(4, 1, dtype=torch.int64)
+        rows, _, _, handle, _ = buffer.dispatch(
+            x, topk_idx=ids, num_experts=2, num_max_tokens_per_rank=8
+        )
+        how = {"async_with_compute_stream": True, "defer_epilogue": True}
+        bias = torch.ones(4, 64, requires_grad=True)
+        y, _ = buffer.combine(rows, handle, bias=bias, **how).wait()
+        assert not y.requires_grad and (y == 2).all()
+        event = buffer.combine(rows, handle, bias=x, **how)
+        x.untyped_storage().resize_(0)
+        with pytest.raises(ferry.Error, match="bias: got a tensor whose storage was resized"):
+            event.wait()
+
+    run_buffers(1, body, deep_ep.EPBuffer)

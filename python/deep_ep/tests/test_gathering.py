@@ -10,7 +10,7 @@ from torch import Tensor
 import deep_ep
 from deep_ep.errors import EPException
 
-DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64, torch.int16)
 
 
 def of_rank(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -28,7 +28,7 @@ def test_sessions(size: int) -> None:
         shapes = [(3, 5), (8,), (2, 2, 4)]
         most = sum(buffer.get_agrs_num_max_session_bytes(comm, shapes, dtype) for dtype in DTYPES)
         assert buffer.get_agrs_buffer_size_hint(comm, most) == 2 << 20
-        buffer.agrs_set_config(most, 3)
+        buffer.agrs_set_config(most, len(DTYPES))
         for again in range(3):
             with buffer.agrs_new_session():
                 for dtype in DTYPES:

@@ -7,6 +7,7 @@ import math
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rank_buffers import ThreadComm, run_ranks
@@ -19,6 +20,7 @@ import deep_ep.comm
 import deep_ep.utils.envs as envs
 import deep_ep.utils.math as maths
 import deep_ep.utils.semantic as semantic
+import ferry
 from deep_ep.errors import EPException
 
 
@@ -146,3 +148,52 @@ def test_names() -> None:
     assert deep_ep.get_num_tma_alignment() == extension.get_num_rdma_alignment() == 32
     assert deep_ep.buffers.legacy.Buffer is deep_ep.Buffer
     assert deep_ep.buffers.elastic.ElasticBuffer is deep_ep.ElasticBuffer
+
+
+def test_functions_on_what_is_no_buffer() -> None:
+    comm = ThreadComm(ferry.threads(1)[0])
+    gone = deep_ep.BucketBuffer(comm, 64, explicitly_destroy=True)
+    gone.destroy()
+    for call in (deep_ep.comm.barrier, deep_ep.comm.get_comm_stream):
+        for wrong in (5, None, "x", deep_ep.BucketBuffer):
+            with pytest.raises(EPException, match="buffer: got .*; expected a buffer"):
+                call(wrong)
+    for call in (
+        deep_ep.comm.barrier,
+        deep_ep.comm.get_comm_stream,
+        deep_ep.comm.get_physical_domain_size,
+        deep_ep.get_logical_domain_size,
+    ):
+        with pytest.raises(EPException, match="this Buffer is destroyed"):
+            call(gone)
+    for wrong in (5, None, "x", torch.ones(2)):
+        for hint in (
+            lambda group: deep_ep.EPBuffer.get_buffer_size_hint(group, 8, 64),
+            lambda group: deep_ep.ElasticBuffer.get_agrs_num_max_session_bytes(
+                group, (2,), torch.int8
+            ),
+        ):
+            with pytest.raises(EPException, match="group: got .*; expected a process group"):
+                hint(wrong)
+
+
+def test_sizes_of_small_integers() -> None:
+    """A product of such numbers of NumPy wraps, or does not exist."""
+    small, one = np.int8(100), np.int32(1 << 20)
+    engram = deep_ep.EngramBuffer
+    assert engram.get_theoretical_config(None, small, small, small) == (62500, 16, False)
+    sizes = (2, [one], one, one, small)
+    assert engram.get_storage_size_hint(*sizes) == (one.item() ** 2 * 200, 1 << 41)
+    low = deep_ep.Buffer.get_low_latency_rdma_size_hint
+    assert low(small, np.int16(7168), np.int8(8), np.int8(64)) == low(100, 7168, 8, 64)
+    config = deep_ep.Config(20)
+    for hint in (config.get_nvl_buffer_size_hint, config.get_rdma_buffer_size_hint):
+        assert hint(np.int16(14336), np.int8(16)) == hint(14336, 16)
+        for wrong in (("x", 16), (64, "x"), (-1, 16), (64, 0)):
+            with pytest.raises(EPException, match="got .*; expected"):
+                hint(*wrong)
+    for name in ("num_max_tokens", "num_entries_per_token"):
+        given = {"num_entries_per_layer": [1], "hidden": 8, "num_max_tokens": 1}
+        given |= {"num_entries_per_token": 1, name: "x"}
+        with pytest.raises(EPException, match=f"{name}: got 'x'"):
+            engram.get_storage_size_hint(None, **given)

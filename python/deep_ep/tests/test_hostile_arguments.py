@@ -359,3 +359,38 @@ def test_what_stands_for_a_flag(yes: Any, no: Any) -> None:
             buffer.barrier(no, yes, no)
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_tensors_without_memory_of_their_own(kind: Any) -> None:
+    def others(one: torch.Tensor) -> list[torch.Tensor]:
+        return [one.to("meta"), one.to_sparse(), torch.nested.nested_tensor([one])]
+
+    def body(buffer: Any) -> None:
+        job = make_job(1)
+        stats = torch.zeros(16, dtype=torch.int32)
+        given = {
+            "x": job.x[0],
+            "topk_idx": job.topk_idx[0],
+            "topk_weights": job.topk_weights[0],
+            "cumulative_local_expert_recv_stats": stats,
+        }
+        sizes = {"num_experts": 16, "num_max_tokens_per_rank": 32}
+        rows, _, weights, handle, _ = buffer.dispatch(**given, **sizes)
+        answer = {"x": rows, "topk_weights": weights, "bias": job.x[0]}
+        for call, arguments, more in (
+            (buffer.dispatch, given, sizes),
+            (buffer.combine, answer, {"handle": handle}),
+        ):
+            for name, one in arguments.items():
+                for wrong in others(one):
+                    with pytest.raises((EPException, ferry.Error), match="got .*; expected"):
+                        call(**arguments | more | {name: wrong})
+        name = "cumulative_local_expert_recv_stats"
+        with pytest.raises(EPException, match=f"{name}: got one element expanded"):
+            buffer.dispatch(**given | sizes | {name: stats[:1].expand(16)})
+        for name in ("sm_read_gbs", "sm_write_gbs"):
+            with pytest.raises(EPException, match=f"{name}: got torch.float32 of shape"):
+                buffer.get_theoretical_num_sms(16, 2, **{name: torch.ones(3)})
+
+    run_buffers(1, body, kind)

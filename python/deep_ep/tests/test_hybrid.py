@@ -196,3 +196,56 @@ def test_weights_of_other_shapes_are_refused() -> None:
             buffer.dispatch_with_permute(hidden=3, topk_idx=routes, num_of_experts=3)
 
     run_buffers(1, body, **HYBRID)
+
+
+def test_counts_are_the_callers_and_settings_are_settings() -> None:
+    """What a caller writes to the counts is not what a handle says later."""
+
+    def body(buffer: Any) -> None:
+        x = torch.ones(8, bodies.HIDDEN)
+        bits = torch.ones(8, 3, dtype=torch.bool)
+        found = buffer.dispatch_with_permute(hidden=x, routing_map=bits, pad_multiple=16)
+        handle, rows = found[-1], {"hidden": x, "handle": found[-1]}
+        found[3].zero_()
+        assert buffer.dispatch_with_permute(**rows)[3].tolist() == [16, 16, 16]
+        with pytest.raises(EPException, match="handle: got a tuple of 11"):
+            buffer.dispatch_with_permute(hidden=x, handle=(*handle[:9], "x", handle[10]))
+        update = buffer.update_template_config
+        for name, wrong in (
+            ("num_of_blocks_dispatch_api", -1),
+            ("num_of_blocks_combine_api", "x"),
+            ("forward_dispatch_api", 7),
+            ("token_data_type", 5),
+        ):
+            with pytest.raises(EPException, match=f"{name}: got"):
+                update(**{name: wrong})
+
+    run_buffers(1, body, **HYBRID)
+
+
+def test_tensors_of_other_devices_and_kinds() -> None:
+    """A tensor of no memory brought weights of anything."""
+
+    def body(buffer: Any) -> None:
+        x = torch.ones(8, bodies.HIDDEN)
+        bits, probs = torch.ones(8, 3, dtype=torch.bool), torch.rand(8, 3)
+        ids, weights = torch.zeros(8, 1, dtype=torch.int64), torch.rand(8, 1)
+        by_map = {"routing_map": bits, "probs": probs, "scaling_factor": torch.ones(8, 1)}
+        by_ids = {"topk_idx": ids, "topk_weights": weights, "num_of_experts": 3}
+        for call in (buffer.dispatch, partial(buffer.dispatch_with_permute)):
+            for given in (by_map, by_ids):
+                handle = call(hidden=x, **given)[-1]
+                for name, one in given.items():
+                    if isinstance(one, torch.Tensor):
+                        for wrong in (one.to("meta"), one.to_sparse()):
+                            with pytest.raises((EPException, ferry.Error), match=f": {name}: got"):
+                                call(hidden=x, **given | {name: wrong})
+            for name, given in (("probs", by_map), ("topk_weights", by_ids)):
+                with pytest.raises(EPException, match=f"{name}: got torch.int64"):
+                    call(hidden=x, **given | {name: given[name].long()})
+            with pytest.raises(EPException, match="topk_idx: got expert 9; expected less than 3"):
+                call(hidden=x, handle=handle, **by_ids | {"topk_idx": ids + 9})
+            again = call(hidden=x, handle=call(hidden=x, **by_map)[-1], probs=probs.double())
+            assert torch.equal(again[1].sum(), call(hidden=x, **by_map)[1].sum())
+
+    run_buffers(1, body, **HYBRID)

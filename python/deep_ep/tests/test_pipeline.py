@@ -128,3 +128,23 @@ def test_a_tensor_to_oneself_of_another_size_stays() -> None:
 def test_size_hints() -> None:
     hint = deep_ep.ElasticBuffer.get_pp_buffer_size_hint
     assert hint(100, 3) == 2 << 20 and hint(1 << 20, 4) == 4 * 4 << 20
+
+
+def test_a_rank_that_is_a_tensor_is_the_same_neighbour() -> None:
+    """Its sends stay in order, and only so many are on their way."""
+
+    def body(comm: ThreadComm) -> None:
+        rank, size = comm.Get_rank(), comm.Get_size()
+        buffer = deep_ep.PPBuffer(comm, 4000, 2)
+        for step in range(40):
+            buffer.send(torch.full((1000,), float(step)), torch.tensor((rank + 1) % size))  # type: ignore[arg-type]
+            if step > 0:
+                buffer.recv(got := torch.empty(1000), torch.tensor((rank - 1) % size))  # type: ignore[arg-type]
+                assert (got == step - 1).all()
+        buffer.recv(torch.empty(1000), (rank - 1) % size)
+        assert len(buffer._pipeline._streams) == 1
+        with pytest.raises(EPException, match="a lazy view, negated or conjugated"):
+            buffer.recv(torch._neg_view(torch.ones(4)), (rank - 1) % size)  # type: ignore[attr-defined]
+        comm.allgather(None)
+
+    run_ranks(3, body)

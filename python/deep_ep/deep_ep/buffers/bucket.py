@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ferry
-from deep_ep.arguments import check_dtype, check_memory, is_strided, shapes_of, words
+from deep_ep.arguments import carried_rows, check_dtype, check_memory, is_strided, shapes_of, words
 from deep_ep.buffers.allocator import BufferAllocator, planned_bytes
 from deep_ep.buffers.base import BufferBase, bootstrap_of
 from deep_ep.errors import refuse, require, require_flags, require_seconds
@@ -142,7 +142,8 @@ class BucketBuffer(BufferBase):
         for src, dst in zip(sources, given):
             self._check(call, src)
             whole, outside = self._gathered(call, ranks, src, dst, group)
-            ranks.all_gather(src.reshape(-1), whole, num_sms=sms)
+            sent = carried_rows(src.reshape(-1))
+            ranks.all_gather(sent, whole.view(sent.dtype), num_sms=sms)
             results.append(whole)
             external.append(outside)
         return _ended(call, results, external, packed)
