@@ -83,7 +83,7 @@ def check_rows(call: str, name: str, x: Any) -> None:
 
 
 def carried_rows(x: Tensor) -> Tensor:
-    """Rows, or a flat tensor, as Ferry takes them: of a dtype that it does not know, their bytes."""
+    """Rows, or what is flat, as Ferry takes them: of a dtype that it does not know, their bytes."""
     return x if x.dtype in _CARRIED else x.detach().resolve_conj().resolve_neg().view(torch.uint8)
 
 

@@ -381,11 +381,14 @@ class Experts(Regroups, Communicating):
 
     def _count(self, stats: Tensor, ids: Tensor, exchange: Exchange) -> None:
         local = exchange.group.local_experts
-        good = arguments.is_strided(stats) and stats.shape == (local,) and stats.dtype == torch.int32
+        good = (
+            arguments.is_strided(stats) and stats.shape == (local,) and stats.dtype == torch.int32
+        )
         name = "cumulative_local_expert_recv_stats"
         require(good, "dispatch", name, arguments.words(stats), f"torch.int32 of shape ({local},)")
         arguments.check_memory("dispatch", **{name: stats})
-        require(stats.device == ids.device, "dispatch", name, str(stats.device), str(ids.device))
+        good = stats.device == ids.device
+        require(good, "dispatch", name, f"a tensor of {stats.device}", f"{ids.device}, as x")
         good = stats.stride(0) != 0 or local == 1
         require(good, "dispatch", name, "one element expanded", "memory for each expert")
         stats.add_(ferry.torch.expert_rows(ids, local))

@@ -55,7 +55,8 @@ class HybridExchange(BufferBase):
         arguments.check_memory(name, **read)
         for argument, tensor in read.items():
             if tensor is not None and tensor.device != hidden.device:
-                refuse(name, argument, f"a tensor of {tensor.device}", f"{hidden.device}, as hidden")
+                got, expected = f"a tensor of {tensor.device}", f"{hidden.device}, as hidden"
+                refuse(name, argument, got, expected)
         sent = arguments.carried_rows(hidden)
         beside = scaling_factor if hidden.element_size() != 1 else None
         scales = None

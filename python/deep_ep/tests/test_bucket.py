@@ -143,7 +143,8 @@ def test_any_dtype_is_gathered_and_nothing_freed_is_written() -> None:
         part = buffer.storage[:8].view(torch.float32)
         for scale in (Fraction(1, 2), 10**30):
             part.fill_(1)
-            assert buffer.all_reduce(part, scale=scale).wait().tolist() == [pytest.approx(scale)] * 2
+            found = buffer.all_reduce(part, scale=scale).wait()
+            assert found.tolist() == [pytest.approx(scale)] * 2
 
     run_buffers(1, body, deep_ep.BucketBuffer, allocation_plan_or_num_bytes=1 << 10)
 

@@ -156,7 +156,7 @@ def test_functions_on_what_is_no_buffer() -> None:
     gone.destroy()
     for call in (deep_ep.comm.barrier, deep_ep.comm.get_comm_stream):
         for wrong in (5, None, "x", deep_ep.BucketBuffer):
-            with pytest.raises(EPException, match="buffer: got .*; expected a buffer"):
+            with pytest.raises(EPException, match=r"buffer: got .*; expected a buffer"):
                 call(wrong)
     for call in (
         deep_ep.comm.barrier,
@@ -173,7 +173,7 @@ def test_functions_on_what_is_no_buffer() -> None:
                 group, (2,), torch.int8
             ),
         ):
-            with pytest.raises(EPException, match="group: got .*; expected a process group"):
+            with pytest.raises(EPException, match=r"group: got .*; expected a process group"):
                 hint(wrong)
 
 
@@ -190,7 +190,7 @@ def test_sizes_of_small_integers() -> None:
     for hint in (config.get_nvl_buffer_size_hint, config.get_rdma_buffer_size_hint):
         assert hint(np.int16(14336), np.int8(16)) == hint(14336, 16)
         for wrong in (("x", 16), (64, "x"), (-1, 16), (64, 0)):
-            with pytest.raises(EPException, match="got .*; expected"):
+            with pytest.raises(EPException, match=r"got .*; expected"):
                 hint(*wrong)
     for name in ("num_max_tokens", "num_entries_per_token"):
         given = {"num_entries_per_layer": [1], "hidden": 8, "num_max_tokens": 1}

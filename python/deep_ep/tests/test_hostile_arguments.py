@@ -384,7 +384,7 @@ def test_tensors_without_memory_of_their_own(kind: Any) -> None:
         ):
             for name, one in arguments.items():
                 for wrong in others(one):
-                    with pytest.raises((EPException, ferry.Error), match="got .*; expected"):
+                    with pytest.raises((EPException, ferry.Error), match=r"got .*; expected"):
                         call(**arguments | more | {name: wrong})
         name = "cumulative_local_expert_recv_stats"
         with pytest.raises(EPException, match=f"{name}: got one element expanded"):

@@ -355,7 +355,7 @@ def _factor(call: str, scale: Any) -> float:
             return float(scale)
         except OverflowError:
             pass
-    refuse(call, "scale", shown(scale), "a number, of a float's range")
+    return refuse(call, "scale", shown(scale), "a number, of a float's range")
 
 
 def _ended(
