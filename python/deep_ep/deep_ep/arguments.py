@@ -3,7 +3,7 @@ ranks or sizes do not fit."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def rows_and_scales(call: str, x: Any) -> tuple[Any, Any]:
     return x
 
 
-def is_strided(value: Any) -> bool:
+def is_strided(value: Any) -> TypeGuard[Tensor]:
     """A tensor that is neither sparse nor nested."""
     return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
 

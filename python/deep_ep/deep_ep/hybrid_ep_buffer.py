@@ -75,7 +75,7 @@ class HybridEPBuffer(HybridExchange):
             enable_custom_allgather=enable_custom_allgather,
             use_mnnvl=use_mnnvl,
         )
-        sizes = tuple(
+        dim, tokens, experts = (
             require_integer(call, name, value, least, f"at least {least}")
             for name, value, least in (
                 ("hidden_dim", hidden_dim, 1),
@@ -102,7 +102,7 @@ class HybridEPBuffer(HybridExchange):
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = per_node
         self.node_rank, self.local_rank = divmod(self.rank, per_node)
         kind = "UINT8" if use_fp8 else "UINT16"
-        whole = BufferConfig(*sizes, per_node, self.num_of_nodes, kind)
+        whole = BufferConfig(dim, tokens, experts, per_node, self.num_of_nodes, kind)
         self.configurer = Configurer(whole, numbers)
 
     def empty_jit_cache(self) -> None:
