@@ -72,10 +72,14 @@ def shapes_of(call: str, shapes: Any) -> tuple[list[tuple[int, ...]], bool]:
 
 def check_rows(call: str, name: str, x: Any) -> None:
     """Rows that can travel: dense, of whole 16 bytes."""
-    shape = x.shape if is_strided(x) else ()
+    try:
+        shape = x.shape if isinstance(x, Tensor) else ()
+        dense = len(shape) == 2 and x.is_contiguous()
+    except RuntimeError:  # of nested or compressed tensors, which every call would be asked for
+        shape, dense = (), False
     if len(shape) != 2:
         refuse(call, name, words(x), "a strided torch.Tensor of two dimensions, [rows, hidden]")
-    if not x.is_contiguous():
+    if not dense:
         refuse(call, name, f"strides {x.stride()}", "a contiguous tensor")
     row_bytes = shape[1] * x.element_size()
     if row_bytes == 0 or row_bytes % _ROW_STEP_BYTES != 0:

@@ -247,8 +247,11 @@ class Experts(Regroups, Communicating):
         if weights is not None:
             plan = None if cached is None else exchange.plan
             shape = routes.topk_idx.shape if plan is None else (plan.tokens, plan.topk)
-            plain = type(weights) is Tensor and weights.dtype == _F32 and not weights.is_nested
-            if not plain or weights.shape != shape:
+            try:
+                good = type(weights) is Tensor and weights.dtype == _F32 and weights.shape == shape
+            except RuntimeError:  # of a nested tensor
+                good = False
+            if not good:
                 arguments.check_weights(call, weights, *shape)
         self._check_qps(call, num_qps)
         turn = self._turn(call, when, rows)

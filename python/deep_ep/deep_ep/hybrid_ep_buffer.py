@@ -258,8 +258,7 @@ class HybridEPBuffer(HybridExchange):
         call = HybridCall(name, 11, max(step, 1), most, non_blocking, num_of_experts_per_rank)
         kept, x, scales, weights, made = self._send(call, hidden, scaling_factor, given, handle)
         assert kept.tokens_per_expert is not None
-        per_expert = kept.tokens_per_expert.clone()  # callers write to it, and use the handle again
-        return x, weights, scales, per_expert, made
+        return x, weights, scales, kept.tokens_per_expert, made
 
     @without_gradients
     def combine_with_unpermute(

@@ -86,7 +86,8 @@ def check_tensor(
     extents = ["any" if extent is None else extent for extent in shape]
     expected = f"{wanted} {extents}".replace("'", "")
     if not is_strided(tensor):
-        refuse(call, name, words(tensor), f"strided {expected}")
+        layout = f", {tensor.layout}" if isinstance(tensor, Tensor) else ""
+        refuse(call, name, words(tensor) + layout, expected)
     fits = len(tensor.shape) == len(shape) and all(
         extent is None or extent == own for own, extent in zip(tensor.shape, shape)
     )
@@ -135,15 +136,17 @@ def check_mode(call: str, low_latency: bool, async_finish: bool, return_recv_hoo
 def same_routes(x: Any, rows: int, topk_idx: Any, topk_weights: Any, out: Any) -> bool:
     """Whether the inputs of a combine need no check before the call: all that Ferry, which gets no
     topk_idx, does not see. The rest it checks itself, before anything moves."""
-    return (
-        isinstance(x, Tensor)
-        and isinstance(topk_idx, Tensor)
-        and isinstance(topk_weights, Tensor)
-        and topk_idx.dtype in _ROUTES
-        and topk_idx.dim() == 2 == topk_weights.dim()
-        and topk_idx.shape == topk_weights.shape
-        and (out is None or isinstance(out, Tensor))
-    )
+    try:
+        return (
+            isinstance(x, Tensor)
+            and isinstance(topk_idx, Tensor)
+            and isinstance(topk_weights, Tensor)
+            and topk_idx.dtype in _ROUTES
+            and topk_idx.shape == topk_weights.shape
+            and (out is None or isinstance(out, Tensor))
+        )
+    except RuntimeError:  # of a nested tensor's shape
+        return False
 
 
 def check_combine(

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ferry.arguments import describe, refuse
+
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -37,13 +39,23 @@ def optimize() -> Optimized:
     Calling it again changes nothing.
     """
     cores = len(os.sched_getaffinity(0))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+    local = _local_ranks()
     if not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, cores // local))
     if not dist.is_initialized() and all(os.environ.get(name) for name in _LAUNCHED):
         dist.init_process_group("ferry")
     backend = dist.get_backend() if dist.is_initialized() else None
     return Optimized(torch.get_num_threads(), backend, tuple(_hints(cores, local, backend)))
+
+
+def _local_ranks() -> int:
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        said = os.environ.get(name)
+        if said:
+            if not said.isdecimal() or int(said) == 0:
+                refuse(f"optimize: {name}", describe(said), "the number of ranks, 1 or more")
+            return int(said)
+    return 1
 
 
 def _hints(cores: int, local: int, backend: str | None) -> list[str]:

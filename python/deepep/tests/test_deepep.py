@@ -130,3 +130,10 @@ def test_optimize_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_a_distribution_of_its_own() -> None:
     assert importlib.metadata.version("deepep") == deepep.__version__
+
+
+@pytest.mark.parametrize("ranks", ["0", "two", "-1"])
+def test_ranks_of_a_host_that_are_no_number(ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    with pytest.raises(ferry.InvalidArgumentError, match=f"LOCAL_WORLD_SIZE: got '{ranks}'"):
+        deepep.optimize()
