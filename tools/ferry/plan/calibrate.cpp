@@ -67,7 +67,10 @@ Calibrated calibrated(const std::string& operation, const std::vector<Observatio
   }
   made.error = error_of_rates(made.errors);
   made.held = static_cast<int>(held.size());
-  if (held.empty()) return made;
+  if (held.empty()) {  // nothing says how far off other calls are
+    made.error = std::max(made.error, error_of("assumed"));
+    return made;
+  }
   std::sort(held.begin(), held.end());
   made.worst = held.back();
   made.median = held[held.size() / 2];
@@ -121,6 +124,10 @@ void print_calibrated(const std::vector<Calibrated>& all) {
       within += std::abs(one.errors[i]) <= kAskedPercent ? 1 : 0;
       covered += is_covered(one, one.calls[i]) ? 1 : 0;
     }
+    if (one.held == 0) {
+      fmt::print("| {} | 0 | - | - | - | - |\n", one.operation);
+      continue;
+    }
     fmt::print("| {} | {} | {} | {} | {:.1f} | {:.1f} |\n", one.operation, one.held, within,
                covered, one.worst, one.median);
   }
@@ -130,6 +137,17 @@ std::string fitted_value(const char* key, double value, double error) {
   const std::string stated =
       error > error_of("measured") ? fmt::format(", error: {:.2f}", error) : "";
   return fmt::format("  {}: {{value: {:.4g}, from: measured{}}}\n", key, value, stated);
+}
+
+/// Says which fits nothing checks.
+void print_unchecked(const std::vector<Calibrated>& all) {
+  for (const Calibrated& one : all) {
+    if (one.held > 0) continue;
+    fmt::print(stderr,
+               "Nothing checks the fit of {}: all of its calls ({}) were fitted. Measure more "
+               "numbers of tokens (ferry bench --token-sweep, or a file for each --tokens)\n",
+               one.operation, one.calls.size());
+  }
 }
 
 /// Says which operations have no rate of a NIC, and why.
@@ -192,6 +210,7 @@ int calibrate(const CalibrateOptions& options) {
         "between domains");
   }
   print_calibrated(all);
+  print_unchecked(all);
   print_missing_nics(measured, all);
   if (options.out.empty()) return 0;
   std::ofstream out(options.out);

@@ -200,10 +200,20 @@ class Plan(unittest.TestCase):
         done = plan("--cluster", "h200", "--ranks", "4,64", "--model", "qwen3-30b")
         self.assertEqual((done.returncode, done.stdout), (1, ""))
         self.assertIn("--ranks 64 spans 16 hosts, but h200 has no nic for dispatch", done.stderr)
+        self.assertIn("--ranks 4 at most", done.stderr)
         cluster = self.file("host_ranks: 4\ndispatch: {nic_out: 40}\n")
         self.assertIn("has no nic for combine", plan("--cluster", cluster, "--ranks", "8").stderr)
         cluster = self.file("host_ranks: 4\nnic_out: 40\n")
         self.assertEqual(len(rows("--cluster", cluster, "--ranks", "8")), 2)
+
+    def test_a_mode_of_which_the_file_knows_nothing(self):
+        """Not 0 us: calls of the other mode, and a NIC, say nothing of one host."""
+        cluster = self.file("host_ranks: 4\nnic: 9\nlatency_dispatch: {latency_us: 3}\n")
+        done = plan("--cluster", cluster, "--ranks", "4")
+        self.assertEqual((done.returncode, done.stdout), (1, ""))
+        self.assertIn("no latency and no rate for dispatch on one host", done.stderr)
+        done = plan("--cluster", cluster, "--ranks", "4", "--mode", "latency")
+        self.assertIn("for latency_combine on one host", done.stderr)
 
     def test_values_that_no_cluster_has(self):
         whole = "expected a whole number from 1"
@@ -361,6 +371,7 @@ class Calibrate(unittest.TestCase):
             self.assertAlmostEqual(float(values[key]) / value, 1, delta=0.01, msg=key)
         self.assertEqual(done.stdout.count("| fitted |"), 5)
         self.assertIn("| dispatch | 7 | 7 | 7 |", done.stdout)
+        out.write_text(out.read_text() + "combine: {latency_us: 1}\n")
         self.assertEqual(
             rows("--cluster", str(out), "--ranks", "4", "--model", "qwen3-30b")[0]["num_sms"], 9
         )
@@ -383,6 +394,7 @@ class Calibrate(unittest.TestCase):
         for key, value in known.items():
             self.assertAlmostEqual(float(values[key]) / value, 1, delta=0.02, msg=key)
         self.assertIn("| latency_dispatch | 2 | 2 | 2 |", done.stdout)
+        out.write_text(out.read_text() + "latency_combine: {latency_us: 1}\n")
         options = (
             "--cluster",
             str(out),
@@ -419,6 +431,14 @@ class Calibrate(unittest.TestCase):
         self.assertAlmostEqual(float(written[0]) * 100, errors[7], delta=1)  # of 8 calls, 8
         self.assertEqual(out.read_text().count(f"error: {written[0]}"), out.read_text().count("{"))
         self.assertGreater(float(written[0]), 0.05)
+
+    def test_says_that_nothing_checks_a_fit(self):
+        """One call fits any rates exactly: they are as if assumed."""
+        out = self.folder / "made.yaml"
+        done = calibrate(self.bench([(128, 16, 100, 9000, 7000)]), "--out", out)
+        self.assertIn("Nothing checks the fit of dispatch: all of its calls (1)", done.stderr)
+        self.assertIn("| dispatch | 0 | - | - | - | - |", done.stdout)
+        self.assertEqual(out.read_text().count("error: 0.30"), out.read_text().count("{"))
 
     def test_no_latency_is_none(self):
         calls = [(t, s, t * 40 / s, t * 40000, 3) for t in (64, 512, 4096) for s in (2, 4)]

@@ -34,8 +34,18 @@ void check_nic(const Described& cluster, const std::string& operation, int ranks
     return;
   throw std::runtime_error(fmt::format(
       "--ranks {} spans {:.0f} hosts, but {} has no nic for {}; add its rate, as `ferry doctor "
-      "--net` measures it",
-      ranks, std::ceil(ranks / host_ranks), cluster.name(), operation));
+      "--net` measures it, or plan for one host, --ranks {:.0f} at most",
+      ranks, std::ceil(ranks / host_ranks), cluster.name(), operation, host_ranks));
+}
+
+/// A file that knows nothing of an operation would say that it takes no time.
+void check_time(const Described& cluster, const std::string& operation, bool latency,
+                double seconds) {
+  if (seconds > 0) return;
+  throw std::runtime_error(fmt::format(
+      "{} has no latency and no rate for {} on one host; add them, as `ferry bench --mode {} "
+      "--json FILE` and `ferry calibrate` measure them",
+      cluster.name(), operation, latency ? "latency" : "throughput"));
 }
 
 /// A row of one byte; of recorded routes the mean of the busiest ranks of the calls.
@@ -122,6 +132,7 @@ std::vector<Predicted> predicted(const Described& cluster, const Described& mode
     made.num_sms = enough_sms(cluster, bytes, operation, load);
     const int sms = made.num_sms > 0 ? made.num_sms : load.most_sms;
     const ExchangeTime time = exchange_time(bytes, rates_of(cluster, operation, sms, load.tokens));
+    check_time(cluster, operation, load.latency, time.seconds());
     made.bottleneck = time.bottleneck();
     made.phases = time;
     made.received_bytes = received.copy * row;
