@@ -135,7 +135,7 @@ class EngramCalls:
         packs = 0 if sf is None else _packs_of(call, "sf", sf)
         form = Entries(storage.shape[0], storage.shape[1], storage.dtype, packs)
         most = self.num_cpu_bytes
-        expected = f"at most {most}, num_cpu_bytes"
+        expected = f"at most {most}, num_cpu_bytes (see get_engram_storage_size_hint)"
         require(form.bytes <= most, call, "storage", f"{form.bytes} bytes", expected)
         check_written(call, form, storage, sf, self.num_ranks)
         packs_of_all = f"{packs} packs of an entry"

@@ -210,9 +210,8 @@ class HybridExchange(BufferBase):
             return bits, probs, topk_idx.shape[1]
         _check_shape(name, "probs", probs, bits.shape)
         good = bits.dtype == torch.bool and bits.dim() == 2 and len(bits) == tokens
-        require(
-            good, name, "routing_map", arguments.words(bits), f"torch.bool of shape ({tokens}, E)"
-        )
+        expected = f"torch.bool of shape ({tokens}, number of experts)"
+        require(good, name, "routing_map", arguments.words(bits), expected)
         most = min(bits.shape[1], _MOST_SLOTS)
         if call.non_blocking and not bits.is_cuda and bits.numel() > 0:
             named, expected = int(bits.sum(1).max()), f"at most {_MOST_SLOTS} experts of a token"
