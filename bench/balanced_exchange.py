@@ -11,9 +11,10 @@ turn in each sample, in both orders of rows:
     balanced    the same routes, copies by ferry.BatchBalancer, which are there already
 
 and each once more with all that its plan takes: for all `Group.plan`, and for balanced before it
-the counts, their all-gather, the plan of copies and the places of the routes. The sums are checked
-before anything is timed. A sample is the slowest rank's time; on GPUs it is `--chain` exchanges
-between two CUDA events, divided, after an all-reduce.
+the counts, their all-gather, the plan of copies and the places of the routes. On GPUs these are
+kernels (ferry.torch.GpuBalancer), whose times are told one by one, and of the plan for 8 to 64
+ranks, too. The sums are checked before anything is timed. A sample is the slowest rank's time; on
+GPUs it is `--chain` exchanges between two CUDA events, divided, after an all-reduce.
 
 Then the moves: every rank fetches `--slots` experts of the next one, and gradients (f32) of as many
 copies are added up, beside a copy of as many bytes between two buffers of a rank's own, all ranks
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import functools
 import os
 import statistics
 import sys
@@ -98,7 +100,7 @@ class Rank:
         self.args = args
         self.host = ferry.Collectives(boot, deadline=20)
         self.rank, self.size = self.host.rank, self.host.size
-        self.balancer = ferry.BatchBalancer(experts=args.experts, ranks=self.size, slots=args.slots)
+        self.balancer = self.new_balancer(args.experts, self.size, args.slots)
         self.local = args.experts // self.size
         self.dtype = torch.bfloat16 if on_gpu else torch.float32
         most = args.tokens * args.topk * args.hidden * self.dtype.itemsize
@@ -118,17 +120,31 @@ class Rank:
         self.ids = {zipf: routes(args, self.rank, zipf).to(self.device) for zipf in (0, args.zipf)}
         self.balanced_places()
 
-    def balanced_places(self) -> Any:
-        """All that balancing does for a batch whose copies are there."""
+    def new_balancer(self, experts: int, ranks: int, slots: int) -> Any:
+        """Of this rank's device."""
+        import ferry
+
+        sizes = {"experts": experts, "ranks": ranks, "slots": slots}
+        if self.args.device == "cpu":
+            return ferry.BatchBalancer(**sizes)
+        import ferry.torch
+
+        return ferry.torch.GpuBalancer(**sizes, device=self.device)
+
+    def counts_of_all(self) -> Any:
+        """Of the skewed routes."""
         import torch
 
-        ids, balancer = self.ids[self.args.zipf], self.balancer
-        mine = balancer.counts(ids).cpu()
-        every = torch.empty(self.size, len(mine), dtype=torch.int32)
-        self.host.all_gather(mine, every)
-        balancer.plan(every)
-        balancer.fetched()
-        return balancer.places(ids, self.rank)
+        mine = self.balancer.counts(self.ids[self.args.zipf])
+        every = torch.empty(self.size, len(mine), dtype=torch.int32, device=self.device)
+        (self.ranks if self.args.device == "cuda" else self.host).all_gather(mine, every)
+        return every
+
+    def balanced_places(self) -> Any:
+        """All that balancing does for a batch whose copies are there."""
+        self.balancer.plan(self.counts_of_all())
+        self.balancer.fetched()
+        return self.balancer.places(self.ids[self.args.zipf], self.rank)
 
     def home(self, zipf: float) -> Any:
         ids = self.ids[zipf]
@@ -233,6 +249,69 @@ def measure_exchange(rank: Rank) -> dict[str, Any]:
     return {"us": found, "heaviest_over_mean": over, "balance_alone_us": alone["places"]}
 
 
+def skewed_counts(ranks: int, experts: int, seed: int) -> Any:
+    """i32 [ranks, experts] of a batch: 32768 slots a rank, by Zipf's law with 1.2."""
+    import torch
+
+    make = torch.Generator().manual_seed(seed)
+    weight = (torch.randperm(experts, generator=make) + 1.0).pow(-1.2)
+    drawn = weight.expand(ranks, -1).multinomial(32768, True, generator=make)
+    return torch.stack([torch.bincount(each, minlength=experts) for each in drawn]).int()
+
+
+def measure_plans(rank: Rank) -> dict[str, float]:
+    """Microseconds of the kernels of a plan, each alone; of plans for more ranks, with no copy
+    there (anew) and those of another batch (again), the median and the most of ten batches."""
+    import torch
+
+    import ferry
+
+    def alone(call: Callable[[], object]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_000_000)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3
+
+    ids, balancer = rank.ids[rank.args.zipf], rank.balancer
+    every, mine = rank.counts_of_all(), balancer.counts(ids)
+    steps: dict[str, Callable[[], object]] = {
+        "nothing": lambda: None,
+        "counts": lambda: balancer.counts(ids),
+        "all-gather": lambda: rank.ranks.all_gather(mine, every),
+        "plan, as before": lambda: balancer.plan(every),
+        "fetched": balancer.fetched,
+        "places": lambda: balancer.places(ids, rank.rank),
+    }
+    found = {}
+    for name, step in steps.items():
+        found[name] = statistics.median(alone(step) for _ in range(rank.args.iterations))
+    for ranks, experts in ((4, 256), (8, 256), (16, 256), (32, 256), (64, 384)):
+        on_gpu = rank.new_balancer(experts, ranks, 2)
+        on_cpu = ferry.BatchBalancer(experts=experts, ranks=ranks, slots=2)
+        times: dict[str, list[float]] = {"anew": [], "again": []}
+        for seed in range(20):
+            counts = skewed_counts(ranks, experts, seed)
+            if seed % 2 == 0:
+                for owner in range(ranks):
+                    on_gpu.invalidate(owner)
+                    on_cpu.invalidate(owner)
+            given = counts.to(rank.device)
+            took = alone(functools.partial(on_gpu.plan, given))
+            times["again" if seed % 2 else "anew"].append(took)
+            on_cpu.plan(counts)
+            for each in (on_gpu, on_cpu):
+                each.fetched()
+            if on_gpu.table.tolist() != on_cpu.table or on_gpu.load.tolist() != on_cpu.load:
+                raise SystemExit(f"rank {rank.rank}: another plan than the CPU's, {ranks} ranks")
+        for name, each in times.items():
+            found[f"plan of {ranks} ranks, {experts} experts, {name}"] = statistics.median(each)
+            found[f"plan of {ranks} ranks, {experts} experts, {name}, most"] = max(each)
+    return found
+
+
 def measure_moves(rank: Rank) -> dict[str, Any]:
     """Bytes a second of all ranks together."""
     import torch
@@ -240,25 +319,27 @@ def measure_moves(rank: Rank) -> dict[str, Any]:
     from ferry.torch import copy_experts, reduce_experts
 
     args, size = rank.args, rank.size
-    table = [
+    named = [
         [(owner + 1) % size * rank.local + slot for slot in range(args.slots)]
         for owner in range(size)
     ]
+    table: Any = named
+    if args.device == "cuda":  # as a plan on a GPU is
+        table = torch.tensor(named, dtype=torch.int32, device=rank.device)
     width = args.experts_kib * 256
     empty = rank.ranks.empty
     experts, slots = (empty((n, width), torch.float32) for n in (rank.local, args.slots))
     experts.fill_(rank.rank)
     slots.fill_(0)
-    grads = slots if args.device == "cpu" else torch.zeros_like(slots)
     own = empty((2, args.slots * width), torch.float32)
     own.fill_(0)
     calls: dict[str, Callable[[], object]] = {
         "copy": lambda: own[0].copy_(own[1]),
         "fetch": lambda: copy_experts(rank.ranks, experts, slots, table),
-        "reduce": lambda: reduce_experts(rank.ranks, grads, experts, table),
+        "reduce": lambda: reduce_experts(rank.ranks, slots, experts, table),
     }
     copy_experts(rank.ranks, experts, slots, table)
-    for slot, expert in enumerate(table[rank.rank]):
+    for slot, expert in enumerate(named[rank.rank]):
         if not (slots[slot] == expert // rank.local).all():
             raise SystemExit(f"rank {rank.rank}: slot {slot} holds another expert")
     slots.zero_()  # what is added
@@ -277,6 +358,8 @@ def show(result: dict[str, Any]) -> None:
     print("heaviest rank over mean:", end="")
     print(*(f" {name} {over:.3f}" for name, over in result["heaviest_over_mean"].items()), sep=",")
     print(f"counts, their all-gather, plan and places: {result['balance_alone_us']:.1f} us")
+    for name, us in result.get("kernels_us", {}).items():
+        print(f"  {name:50} {us:10.1f} us")
     moves = result["moves"]
     print(f"{moves['bytes'] >> 20} MiB of experts:", end="")
     rates = moves["gbps"]
@@ -288,6 +371,8 @@ def run_rank(args: argparse.Namespace) -> None:
     faulthandler.dump_traceback_later(args.limit, exit=True)
     rank = Rank(args)
     result = measure_exchange(rank)
+    if args.device == "cuda":
+        result["kernels_us"] = measure_plans(rank)
     result["moves"] = measure_moves(rank)
     if rank.rank == 0:
         show(result)

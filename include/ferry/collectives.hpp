@@ -249,6 +249,14 @@ class Collectives {
   /// are added to those that the table names, in fp32, in ascending rank, then row.
   Event add_rows(const ConstTensorView& x, const TensorView& out,
                  std::span<const std::int32_t> table, const CollectiveOptions& options = {});
+  /// The same on GPUs, by a table in memory of this GPU, i32 [R, C], R · C at most 4096, which no
+  /// CPU reads: it may be the work of a kernel before (GpuBalancer::table). What peers touch must
+  /// be in memory of `empty()`: `out` of copy_rows, x of add_rows. Entries that name no row are
+  /// left out, and tables are not compared.
+  Event copy_rows(const ConstTensorView& x, const TensorView& out, const ConstTensorView& table,
+                  const CollectiveOptions& options = {});
+  Event add_rows(const ConstTensorView& x, const TensorView& out, const ConstTensorView& table,
+                 const CollectiveOptions& options = {});
   /// Collective. `rows` rows of this rank, of as many columns of one dtype as on all ranks, in
   /// registered memory. Throws Error(exhausted) on all ranks where `memory_bytes` of one do not
   /// hold its rows, and Error(unsupported) with several domains or backend cuda.

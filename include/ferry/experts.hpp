@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "ferry/stream.hpp"
 #include "ferry/tensor.hpp"
 
 namespace ferry {
@@ -12,6 +13,7 @@ namespace ferry {
 class BatchHistory;
 class BatchPlanner;
 class ExpertTable;
+class GpuBalancing;
 template <class Traits>
 class CopySlots;
 struct CopySlotsTraits;
@@ -137,6 +139,62 @@ class BatchBalancer {
   std::unique_ptr<BatchPlanner> planner_;
   std::unique_ptr<CopySlots<CopySlotsTraits>> slots_held_;
   std::unique_ptr<BatchHistory> history_;
+};
+
+/// BatchBalancer for routes in the memory of a GPU: the same plans, bit for bit, made by a kernel.
+/// Each call but the constructor submits work to its stream and returns: nothing waits for the GPU,
+/// and all of it can be captured into a CUDA graph. Calls of one balancer, and replays of its
+/// graphs, must be ordered by their streams; `invalidate` and `again` of captured calls hold in
+/// every replay. The steps are those of BatchBalancer.
+class GpuBalancer {
+ public:
+  /// Of the `memory` that a balancer keeps its plans in.
+  static std::size_t memory_bytes(std::int64_t experts, int ranks, int slots);
+
+  /// Up to 64 ranks; the others as of BatchBalancer. memory: u8 [memory_bytes], on a GPU, at a
+  /// multiple of 256; it must outlive the balancer and its work. Throws Error(unsupported) in a
+  /// build without CUDA, and Error(invalid_argument) where the shared memory of a block does not
+  /// hold a plan of so many experts and slots: thousands of them.
+  GpuBalancer(std::int64_t experts, int ranks, int slots, int domain_size, std::int64_t copy_rows,
+              std::int64_t max_rows, const TensorView& memory, Stream& stream);
+
+  std::int64_t experts() const { return experts_; }
+  int ranks() const { return ranks_; }
+  int slots() const { return slots_; }
+  std::int64_t group_experts() const { return experts_ + std::int64_t{ranks_} * slots_; }
+
+  /// out: i32 [experts], overwritten. topk_idx: dense; ids that are no expert are not counted.
+  void counts(const ConstTensorView& topk_idx, const TensorView& out, Stream& stream) const;
+  /// Before the next `plan`.
+  void invalidate(int rank);
+  /// counts: i32 [ranks, experts], of the GPU, 0 or more, INT32_MAX at most in all; or
+  /// [ranks, experts + 1], whose last column is not 0 for ranks whose experts have changed. again:
+  /// where the batch is forgotten, `plan_id` is −1 and `places` name no expert.
+  void plan(const ConstTensorView& counts, Stream& stream, bool again = false);
+  void fetching();
+  void fetched(Stream& stream);
+  /// out: i64 [T, K]. The routes are not compared with the counts. An id that is no expert gets a
+  /// place that no group has, so that Group::plan refuses it.
+  void places(const ConstTensorView& topk_idx, int rank, const TensorView& out,
+              Stream& stream) const;
+
+  // Parts of `memory`, as of the last work of a stream.
+  ConstTensorView table() const;    ///< i32 [ranks, slots]
+  ConstTensorView fetches() const;  ///< i32 [ranks, slots]
+  ConstTensorView load() const;     ///< i32 [ranks]
+  ConstTensorView plan_id() const;  ///< i64 [1]
+
+ private:
+  enum class State { none, missing, there };
+  ConstTensorView part(std::size_t offset, Dtype dtype, Extents shape) const;
+
+  std::int64_t experts_;
+  int ranks_;
+  int slots_;
+  TensorView memory_;
+  std::shared_ptr<GpuBalancing> gpu_;
+  std::uint64_t changed_ = 0;
+  State state_ = State::none;
 };
 
 }  // namespace ferry

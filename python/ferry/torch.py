@@ -17,6 +17,7 @@ from ferry.torch_bootstrap import from_process_group
 from ferry.torch_data_parallel import DistributedDataParallel
 from ferry.torch_exchange import TorchPlan, TorchReceived, combine, dispatch, plan
 from ferry.torch_experts import ExpertParallel
+from ferry.torch_gpu_balancer import GpuBalancer
 from ferry.torch_gradients import Gradients, gradient_hook
 from ferry.torch_process_group import register as _register
 from ferry.torch_replicas import copy_experts, reduce_experts
@@ -37,6 +38,7 @@ __all__ = [
     "BalancedSampler",
     "DistributedDataParallel",
     "ExpertParallel",
+    "GpuBalancer",
     "Gradients",
     "TorchPlan",
     "TorchReceived",

@@ -15,9 +15,11 @@ from ferry.errors import MismatchError
 from ferry.tensors import storage_of, view
 from ferry.torch_reductions import agree
 
-Table = Sequence[Sequence[int]]
+Table = Sequence[Sequence[int]] | Tensor
 """[R][C], the same on all ranks: which expert slot c of rank r is a copy of; -1: of none. Experts
-are numbered over the ranks, L on each."""
+are numbered over the ranks, L on each. With ranks on GPUs also i32 [R, C] on the GPU
+(`GpuBalancer.table`): nothing waits for it then, the call can be captured into a CUDA graph, and
+what other ranks touch, the replicas, must be a tensor of `Collectives.empty`."""
 
 
 def copy_experts(
@@ -39,6 +41,8 @@ def copy_experts(
     if source.shape[1] != slots.shape[1]:
         got = f"{slots.shape[1]} bytes an expert"
         refuse("copy_experts: replicas", got, f"{source.shape[1]}, as of experts")
+    if isinstance(table, Tensor):
+        return _on_gpu("copy_experts", ranks, source, slots, table)
     flat = _checked("copy_experts", ranks, len(source), len(slots), table)
     if _by_pointer(ranks):
         comes = any(expert >= 0 for expert in table[ranks.rank])
@@ -73,6 +77,8 @@ def reduce_experts(
         refuse(
             "reduce_experts: replicas", f"{replicas.shape[1]} columns", f"{width}, as of experts"
         )
+    if isinstance(table, Tensor):
+        return _on_gpu("reduce_experts", ranks, replicas, experts, table)
     flat = _checked("reduce_experts", ranks, len(experts), len(replicas), table)
     if _by_pointer(ranks):
         mine = range(ranks.rank * len(experts), (ranks.rank + 1) * len(experts))
@@ -83,6 +89,23 @@ def reduce_experts(
     for row, expert in enumerate(routes.out):  # one after the other: the order is the promise
         experts[expert] += came[row]
     return _ferry.Event()
+
+
+def _on_gpu(call: str, ranks: Collectives, x: Tensor, out: Tensor, table: Tensor) -> _ferry.Event:
+    """By a table that the CPU does not read, on torch's current stream."""
+    instance(f"{call}: ranks", ranks, Collectives, "a ferry.Collectives")
+    if ranks._gpu is None:
+        refuse(f"{call}: table", "a tensor", "lists of experts, as the ranks are on CPUs")
+    place = ranks._streams.place(call, None, x)
+    ranks._raw.move_rows_on_gpu(
+        view(f"{call}: x", x.detach(), place=place)[0],
+        view(f"{call}: out", out.detach(), writable=True, place=place)[0],
+        view(f"{call}: table", table, expected="i32", place=place)[0],
+        call == "reduce_experts",
+        place.stream,
+        0,
+    )
+    return _ferry.Event()  # torch's stream orders what comes after it
 
 
 def _by_pointer(ranks: Collectives) -> bool:

@@ -106,6 +106,17 @@ HeldEvent add_rows(const HeldCollectives& all, const View& x, const View& out,
       without_gil([&] { return all->add_rows(x.read(), out.write(), table, options); }));
 }
 
+/// The same by a table in GPU memory.
+HeldEvent move_rows_on_gpu(const HeldCollectives& all, const View& x, const View& out,
+                           const View& table, bool adds, PythonStream* stream, int num_sms) {
+  const KeepUntilDone keep(stream, {&x, &out, &table});
+  const CollectiveOptions options{stream_or_null(stream), num_sms};
+  return HeldEvent(without_gil([&] {
+    return adds ? all->add_rows(x.read(), out.write(), table.read(), options)
+                : all->copy_rows(x.read(), out.write(), table.read(), options);
+  }));
+}
+
 /// Of a transfer: not `KeepUntilDone`, whose point of the stream would come between transfers.
 HeldEvent kept(PythonStream* stream, const View& x, Event end) {
   if (stream != nullptr) stream->keep({x}, end);
@@ -243,6 +254,8 @@ void bind_collectives(nb::module_& m) {
            nb::arg("stream").none())
       .def("add_rows", &add_rows, nb::arg("x"), nb::arg("out"), nb::arg("table"),
            nb::arg("stream").none())
+      .def("move_rows_on_gpu", &move_rows_on_gpu, nb::arg("x"), nb::arg("out"), nb::arg("table"),
+           nb::arg("adds"), nb::arg("stream").none(), nb::arg("num_sms"))
       .def("send", &send, nb::arg("x"), nb::arg("peer"), nb::arg("tag"), nb::arg("stream").none())
       .def("recv", &recv, nb::arg("x"), nb::arg("peer"), nb::arg("tag"), nb::arg("stream").none())
       .def(

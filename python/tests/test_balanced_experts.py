@@ -54,8 +54,49 @@ def test_on_gpus(size: int) -> None:
         processes.run(bodies.training, 0.8 * size, 6)
         processes.run(bodies.training, 0.8 * size, 4, **FIXED)
         processes.run(bodies.decoding)
+        processes.run(bodies.captured)
     finally:
         processes.stop()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_plans_on_a_gpu() -> None:
+    """Those of the CPU, of batches that come again and experts that change."""
+    sizes = {"experts": 64, "ranks": 8, "slots": 2}
+    on_cpu, on_gpu = ferry.BatchBalancer(**sizes), ft.GpuBalancer(**sizes)
+    for batch in (0, 1, 2, 1, 3, 0):
+        make = torch.Generator().manual_seed(batch)
+        routes = [torch.randint(-1, 8 + 8 * rank, (50, 4), generator=make) for rank in range(8)]
+        counts = torch.stack([on_cpu.counts(each) for each in routes])
+        for each, mine in zip(routes, counts):
+            assert on_gpu.counts(each.cuda()).tolist() == mine.tolist()
+            assert on_gpu.counts(each.int().cuda()).tolist() == mine.tolist()
+        on_cpu.invalidate(batch)
+        on_gpu.invalidate(batch)
+        for each in (on_cpu, on_gpu):
+            each.plan(counts if each is on_cpu else counts.cuda())
+        assert on_gpu.table.tolist() == on_cpu.table
+        assert on_gpu.fetches.tolist() == on_cpu.fetches
+        assert on_gpu.load.tolist() == on_cpu.load
+        assert on_gpu.plan_id.tolist() == [on_cpu.plan_id]
+        on_cpu.fetched()
+        on_gpu.fetched()
+        for rank, mine in enumerate(routes):
+            assert torch.equal(on_gpu.places(mine.cuda(), rank).cpu(), on_cpu.places(mine, rank))
+    assert repr(on_gpu) == "ferry.torch.GpuBalancer(64 experts, 8 ranks, 2 slots, cuda:0)"
+    with pytest.raises(ferry.InvalidArgumentError, match=r"ranks: got 72; expected 64 at most"):
+        ft.GpuBalancer(experts=72, ranks=72, slots=1)
+    with pytest.raises(ferry.InvalidArgumentError, match="counts"):
+        on_gpu.plan(torch.zeros(8, 63, dtype=torch.int32, device="cuda"))
+
+
+@pytest.mark.skipif(ferry.has_cuda, reason="a build with the CUDA engine")
+def test_plans_on_a_gpu_need_a_build_with_cuda() -> None:
+    with pytest.raises(ferry.UnsupportedError, match="FERRY_CUDA=ON"):
+        ft.GpuBalancer(experts=8, ranks=4, slots=1)
+    with pytest.raises(ferry.InvalidArgumentError, match="a multiple of 4"):
+        ft.GpuBalancer(experts=9, ranks=4, slots=1)
 
 
 def test_losses_of_a_training_in_floats() -> None:

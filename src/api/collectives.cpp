@@ -171,6 +171,24 @@ Event Collectives::add_rows(const ConstTensorView& x, const TensorView& out,
   });
 }
 
+Event Collectives::copy_rows(const ConstTensorView& x, const TensorView& out,
+                             const ConstTensorView& table, const CollectiveOptions& options) {
+  return call(engine_, "copy_rows", [&](CollectivesEngine& engine) {
+    check_stream("copy_rows", options.stream, engine.device());
+    return engine.move_rows(
+        x, out, checked_gpu_table(false, x, out, table, size(), engine.device()), options);
+  });
+}
+
+Event Collectives::add_rows(const ConstTensorView& x, const TensorView& out,
+                            const ConstTensorView& table, const CollectiveOptions& options) {
+  return call(engine_, "add_rows", [&](CollectivesEngine& engine) {
+    check_stream("add_rows", options.stream, engine.device());
+    return engine.move_rows(x, out, checked_gpu_table(true, x, out, table, size(), engine.device()),
+                            options);
+  });
+}
+
 Event Collectives::send(const ConstTensorView& x, int peer, int tag,
                         const CollectiveOptions& options) {
   return call(engine_, "send", [&](CollectivesEngine& engine) {

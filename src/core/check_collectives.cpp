@@ -191,8 +191,12 @@ BlockCounts equal_counts(const ConstTensorView& x, const ConstTensorView& out, i
   return {each, each, true};
 }
 
-RowTable checked_table(bool adds, const ConstTensorView& x, const ConstTensorView& out,
-                       std::span<const std::int32_t> table, int ranks, const Device& where) {
+namespace {
+
+/// Of a table of any kind: rows of a rank, which others copy, and slots.
+std::pair<std::int64_t, std::int64_t> checked_rows(bool adds, const ConstTensorView& x,
+                                                   const ConstTensorView& out,
+                                                   const Device& where) {
   const std::string_view call = adds ? "add_rows" : "copy_rows";
   check_pair(call, x, out, where);
   for (const auto& [name, tensor] : {std::pair{"x", &x}, {"out", &out}}) {
@@ -206,8 +210,31 @@ RowTable checked_table(bool adds, const ConstTensorView& x, const ConstTensorVie
            std::to_string(x.columns()) + ", as of x");
   }
   if (adds && x.dtype != Dtype::f32) refuse(call, "x", "dtype " + dtype_text(x.dtype), "f32");
-  const std::int64_t rows = adds ? out.shape[0] : x.shape[0];
-  const std::int64_t slots = adds ? x.shape[0] : out.shape[0];
+  return adds ? std::pair{out.shape[0], x.shape[0]} : std::pair{x.shape[0], out.shape[0]};
+}
+
+}  // namespace
+
+GpuRowTable checked_gpu_table(bool adds, const ConstTensorView& x, const ConstTensorView& out,
+                              const ConstTensorView& table, int ranks, const Device& where) {
+  const std::string_view call = adds ? "add_rows" : "copy_rows";
+  const auto [rows, slots] = checked_rows(adds, x, out, where);
+  check_exact(call, "table", table, Dtype::i32, {ranks, slots}, where);
+  check_dense(call, "table", table, where);
+  if (ranks * slots > kMostTableRows) {
+    refuse(call, "table", std::to_string(ranks * slots) + " entries",
+           std::to_string(kMostTableRows) + " at most");
+  }
+  if (x.shape.product() == 0 || out.shape.product() == 0) {
+    refuse(call, x.shape.product() == 0 ? "x" : "out", "no elements", "some");
+  }
+  return {adds, rows, slots, static_cast<const std::int32_t*>(table.data)};
+}
+
+RowTable checked_table(bool adds, const ConstTensorView& x, const ConstTensorView& out,
+                       std::span<const std::int32_t> table, int ranks, const Device& where) {
+  const std::string_view call = adds ? "add_rows" : "copy_rows";
+  const auto [rows, slots] = checked_rows(adds, x, out, where);
   if (std::ssize(table) != ranks * slots) {
     refuse(call, "table", std::to_string(table.size()) + " entries",
            std::to_string(ranks) + " ranks times " + std::to_string(slots) + " slots");

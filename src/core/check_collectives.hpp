@@ -37,5 +37,8 @@ inline constexpr std::int64_t kMostTableRows = 4096;
 /// Of copy_rows, or of add_rows, where `adds`.
 RowTable checked_table(bool adds, const ConstTensorView& x, const ConstTensorView& out,
                        std::span<const std::int32_t> table, int ranks, const Device& where = {});
+/// The same of a table that the CPU does not read: nothing is known of its entries.
+GpuRowTable checked_gpu_table(bool adds, const ConstTensorView& x, const ConstTensorView& out,
+                              const ConstTensorView& table, int ranks, const Device& where);
 
 }  // namespace ferry

@@ -8,9 +8,12 @@
 /// The same, always inlined: for the few lines inside a hot loop, which must not stop the
 /// vectoriser nor keep a caller's target attribute from reaching them.
 #define FERRY_INLINE_FN __host__ __device__ inline __attribute__((always_inline))
+/// A template over who runs it: threads of a block for nvcc, one thread for a host compiler.
+#define FERRY_TEAM_FN __device__ inline
 #else
 #define FERRY_FN inline
 #define FERRY_INLINE_FN inline __attribute__((always_inline))
+#define FERRY_TEAM_FN inline
 #endif
 
 /// The pointer is the only way to its memory during the call.

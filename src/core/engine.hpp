@@ -148,6 +148,14 @@ struct RowTable {
   std::vector<Move> moves{};  ///< of all ranks, in the order in which they are added
 };
 
+/// The same by a table in GPU memory, which the CPU does not read: i32 [ranks, slots].
+struct GpuRowTable {
+  bool adds = false;
+  std::int64_t rows = 0;
+  std::int64_t slots = 0;
+  const std::int32_t* table = nullptr;
+};
+
 /// Of a Window: everything that it reads stays mapped as long as this lives.
 struct WindowState {
   Tensor own{};
@@ -171,8 +179,15 @@ class CollectivesEngine {
                           const CollectiveOptions& /*options*/) {
     throw Error(ErrorKind::unsupported,
                 std::string(table.adds ? "add_rows" : "copy_rows") +
-                    ": rows in GPU memory are not moved by a table yet; expected collectives with "
-                    "backend host");
+                    ": rows in GPU memory are moved by a table in GPU memory; got one in CPU "
+                    "memory");
+  }
+  virtual Event move_rows(const ConstTensorView& /*x*/, const TensorView& /*out*/,
+                          const GpuRowTable& table, const CollectiveOptions& /*options*/) {
+    throw Error(ErrorKind::unsupported,
+                std::string(table.adds ? "add_rows" : "copy_rows") +
+                    ": table: got a tensor; expected the entries: only backend cuda moves rows by "
+                    "a table in memory that the CPU does not read");
   }
   virtual Event send(const ConstTensorView& /*x*/, int /*peer*/, int /*tag*/,
                      const CollectiveOptions& /*options*/) {

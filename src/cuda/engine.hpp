@@ -7,6 +7,8 @@
 
 #include "core/domains.hpp"
 #include "core/engine.hpp"
+#include "core/experts/batch_plan_shape.hpp"
+#include "core/experts/gpu_balancing.hpp"
 #include "fabric/fabric.hpp"
 
 namespace ferry::cuda {
@@ -51,6 +53,10 @@ std::shared_ptr<CollectivesEngine> make_cuda_domain_collectives(Bootstrap& boots
                                                                 const Domains& domains,
                                                                 CollectiveWires wires,
                                                                 const DomainWires& inside);
+
+/// Plans of copies on the GPU that has `memory`. Throws Error(unsupported) without CUDA.
+std::shared_ptr<GpuBalancing> make_gpu_balancing(const BatchPlanShape& shape,
+                                                 const TensorView& memory, const Stream& stream);
 
 /// What MemoryStats is right after creation of a group in virtual domains.
 MemoryStats cuda_domain_memory_hint(const GroupConfig& config, int ranks);

@@ -46,6 +46,13 @@ std::shared_ptr<Engine> make_cuda_domain_engine(Bootstrap& bootstrap, const Grou
   return make_cuda_engine(bootstrap, config, std::move(fabric));
 }
 
+std::shared_ptr<GpuBalancing> make_gpu_balancing(const BatchPlanShape&, const TensorView&,
+                                                 const Stream&) {
+  throw Error(ErrorKind::unsupported,
+              "GpuBalancer: this build of Ferry has the host engine only; expected a build with "
+              "FERRY_CUDA=ON, or a BatchBalancer");
+}
+
 MemoryStats cuda_domain_memory_hint(const GroupConfig& config, int ranks) {
   return cuda_memory_hint(config, ranks);
 }

@@ -54,6 +54,7 @@ struct Killed {
   const char* name;
   std::int64_t count;
   bool registered;
+  bool rows = false;  ///< copy_rows, by a table in GPU memory
   int ranks = 3;
   int domain_size = 0;  ///< 0: one domain
 };
@@ -62,9 +63,10 @@ INSTANTIATE_TEST_SUITE_P(Calls, CollectivesKillTest,
                          ::testing::Values(Killed{"OneShot", 1000, false},
                                            Killed{"Staged", 4'000'000, false},
                                            Killed{"Direct", 4'000'000, true},
-                                           Killed{"SmallInDomains", 1000, false, 4, 2},
-                                           Killed{"InDomains", 4'000'000, true, 4, 2},
-                                           Killed{"InDomainsOfOne", 4'000'000, true, 3, 1}),
+                                           Killed{"Rows", 4'000'000, true, true},
+                                           Killed{"SmallInDomains", 1000, false, false, 4, 2},
+                                           Killed{"InDomains", 4'000'000, true, false, 4, 2},
+                                           Killed{"InDomainsOfOne", 4'000'000, true, false, 3, 1}),
                          [](const auto& one) { return one.param.name; });
 
 TEST_P(CollectivesKillTest, SurvivorsNameTheDead) {
@@ -83,7 +85,16 @@ TEST_P(CollectivesKillTest, SurvivorsNameTheDead) {
     const Tensor own = all.empty({count}, Dtype::f32);
     void* data = GetParam().registered ? own.data() : ordinary.data();
     const TensorView x(data, Dtype::f32, {count}, {DeviceKind::cuda, device});
-    all.all_reduce(x, {.op = ReduceOp::max});
+    const Buffer table(4 * 3 * 2);  // [3 ranks, 2 slots], all of row 0 of rank 0
+    need(cudaMemset(table.data(), 0, 4 * 3 * 2), "cudaMemset");
+    const Device gpu{DeviceKind::cuda, device};
+    const auto run = [&] {
+      if (!GetParam().rows) return all.all_reduce(x, {.op = ReduceOp::max});
+      return all.copy_rows(ConstTensorView(ordinary.data(), Dtype::f32, {2, count / 2}, gpu),
+                           TensorView(data, Dtype::f32, {2, count / 2}, gpu),
+                           ConstTensorView(table.data(), Dtype::i32, {3, 2}, gpu));
+    };
+    (void)run();
     bootstrap.all_gather({}, 60s);
     if (all.rank() == kVictim) {
       std::thread([] {
@@ -92,7 +103,7 @@ TEST_P(CollectivesKillTest, SurvivorsNameTheDead) {
       }).detach();
     }
     const auto calls = [&] {
-      for (;;) all.all_reduce(x, {.op = ReduceOp::max});
+      for (;;) (void)run();
     };
     need_error(ErrorKind::peer_failed, "calls went on without rank 1", calls, kVictim);
     need_error(ErrorKind::peer_failed, "a later call was made", calls, kVictim);

@@ -8,6 +8,43 @@
 namespace ferry::test {
 namespace {
 
+/// Rows by a table in GPU memory, as the host engine moves them by one that it reads.
+void rows_by_table(Pair& pair, unsigned seed, std::int64_t columns, Dtype dtype) {
+  constexpr std::int64_t kRows = 3, kSlots = 2;
+  const int ranks = pair.size();
+  std::vector<std::int32_t> table;
+  for (std::int64_t i = 0; i < ranks * kSlots; ++i) {
+    const auto any = (seed * 2654435761u + static_cast<unsigned>(i) * 40503u) >> 8;
+    table.push_back(static_cast<std::int32_t>(any % static_cast<unsigned>(ranks * kRows + 1)) - 1);
+  }
+  const Case c{dtype, ReduceOp::sum, columns};
+  const auto random = [&](std::int64_t rows, unsigned more) {
+    return random_elements(dtype, rows * columns, seed + more + static_cast<unsigned>(pair.rank()));
+  };
+  const Bytes rows = random(kRows, 0), slots = random(kSlots, 50);
+  const Device gpu = pair.place();
+  std::byte* x = pair.memory(At::ordinary, 0, dtype);
+  std::byte* out = pair.memory(At::registered, 1, dtype);
+  const Buffer named(table.size() * 4);
+  pair.copier.put(named.data(), table);
+  pair.copier.put(x, rows);
+  pair.copier.put(out, slots);
+  const ConstTensorView by(named.data(), Dtype::i32, {ranks, kSlots}, gpu);
+  Bytes expected = slots;
+  pair.host.copy_rows({rows.data(), dtype, {kRows, columns}},
+                      {expected.data(), dtype, {kSlots, columns}}, table);
+  pair.gpu.copy_rows({x, dtype, {kRows, columns}, gpu}, {out, dtype, {kSlots, columns}, gpu}, by);
+  need_same(dtype, pair.get(out, slots.size()), expected,
+            words(pair, "copy_rows", c, At::registered));
+  if (dtype != Dtype::f32) return;
+  pair.copier.put(out, slots);
+  expected = rows;
+  pair.host.add_rows({slots.data(), dtype, {kSlots, columns}},
+                     {expected.data(), dtype, {kRows, columns}}, table);
+  pair.gpu.add_rows({out, dtype, {kSlots, columns}, gpu}, {x, dtype, {kRows, columns}, gpu}, by);
+  need_same(dtype, pair.get(x, rows.size()), expected, words(pair, "add_rows", c, At::registered));
+}
+
 class CollectivesTest : public ::testing::TestWithParam<Ranks> {
  protected:
   void each(const std::function<void(Pair&)>& body) {
@@ -86,6 +123,26 @@ TEST_P(CollectivesTest, MoveAsTheHostDoes) {
     for (const std::int64_t scale : {1, 1000, 90'001}) {
       for (const At at : kAll) split(pair, scale, at);
     }
+  });
+}
+
+TEST_P(CollectivesTest, RowsMoveByATableThatNoCpuReads) {
+  each([&](Pair& pair) {
+    for (unsigned seed = 0; seed < 6; ++seed) {
+      for (const std::int64_t columns : {1, 5, 4096, 100'003}) {
+        rows_by_table(pair, seed, columns, Dtype::f32);
+        rows_by_table(pair, seed, columns, Dtype::bf16);
+      }
+    }
+    const Device gpu = pair.place();
+    std::byte *x = pair.memory(At::ordinary, 0, Dtype::f32), *out = x + 4096;
+    const Buffer named(1024);
+    const auto copy = [&](std::int64_t slots) {
+      pair.gpu.copy_rows({x, Dtype::f32, {2, 8}, gpu}, {out, Dtype::f32, {2, 8}, gpu},
+                         ConstTensorView(named.data(), Dtype::i32, {pair.size(), slots}, gpu));
+    };
+    need_error(ErrorKind::invalid_argument, "another table was taken", [&] { copy(3); });
+    need_error(ErrorKind::invalid_argument, "ordinary memory was taken", [&] { copy(2); });
   });
 }
 

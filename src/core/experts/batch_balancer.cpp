@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <numeric>
 #include <string>
 
 #include "core/check.hpp"
@@ -11,23 +12,7 @@
 namespace ferry {
 namespace {
 
-constexpr std::int64_t kMostBalanced = std::int64_t{1} << 20;  // experts, places, rows of a copy
-constexpr std::size_t kBatches = 64;                           // that may be computed again
-
-std::int64_t refuse_unless_possible(std::int64_t experts, int ranks, int slots) {
-  constexpr const char* kCall = "BatchBalancer";
-  check_ranks(ranks);
-  if (experts < 1 || experts > kMostBalanced || experts % ranks != 0) {
-    refuse(kCall, "experts", std::to_string(experts),
-           "a multiple of " + std::to_string(ranks) + ", the ranks, up to " +
-               std::to_string(kMostBalanced));
-  }
-  if (slots < 1 || slots > (kMostBalanced - experts) / ranks) {
-    refuse(kCall, "slots", std::to_string(slots),
-           "1 … " + std::to_string((kMostBalanced - experts) / ranks) + " on each rank");
-  }
-  return experts;
-}
+constexpr std::size_t kBatches = 64;  // that may be computed again
 
 Tensor held_tensor(std::vector<std::int64_t> values, const Extents& shape) {
   const auto kept = std::make_shared<std::vector<std::int64_t>>(std::move(values));
@@ -102,22 +87,13 @@ class BatchHistory {
 
 BatchBalancer::BatchBalancer(std::int64_t experts, int ranks, int slots, int domain_size,
                              std::int64_t copy_rows, std::int64_t max_rows)
-    : experts_(refuse_unless_possible(experts, ranks, slots)),
+    : experts_(experts),
       ranks_(ranks),
       slots_(slots),
+      planner_(std::make_unique<BatchPlanner>(checked_batch_plan_shape(
+          "BatchBalancer", experts, ranks, slots, domain_size, copy_rows, max_rows))),
       slots_held_(std::make_unique<CopySlots<>>(index(std::int64_t{ranks} * slots))),
-      history_(std::make_unique<BatchHistory>()) {
-  if (domain_size < 0) {
-    refuse("BatchBalancer", "domain_size", std::to_string(domain_size), "0 or more");
-  }
-  if (copy_rows < 0 || copy_rows > kMostBalanced) {
-    refuse("BatchBalancer", "copy_rows", std::to_string(copy_rows),
-           "0 … " + std::to_string(kMostBalanced));
-  }
-  if (max_rows < 0) refuse("BatchBalancer", "max_rows", std::to_string(max_rows), "0 or more");
-  planner_ = std::make_unique<BatchPlanner>(
-      Placement{experts, ranks}, slots, Domains::blocks(ranks, domain_size), copy_rows, max_rows);
-}
+      history_(std::make_unique<BatchHistory>()) {}
 
 BatchBalancer::~BatchBalancer() = default;
 BatchBalancer::BatchBalancer(BatchBalancer&&) noexcept = default;
@@ -153,6 +129,11 @@ void BatchBalancer::plan(const ConstTensorView& counts, bool again) {
                std::to_string(at % experts_),
            "0 or more");
   }
+  const std::int64_t all = std::accumulate(given.begin(), given.end(), std::int64_t{0});
+  if (all > INT32_MAX) {
+    refuse(kCall, "counts", std::to_string(all) + " slots of routes in all",
+           std::to_string(INT32_MAX) + " at most");
+  }
   if (!history_->recall(given)) {
     if (again) {
       refuse(kCall, "again", "counts of none of the last " + std::to_string(kBatches) + " batches",
@@ -183,7 +164,8 @@ const std::vector<std::int32_t>& BatchBalancer::fetches() const {
 
 std::vector<std::int64_t> BatchBalancer::load() const {
   if (history_->empty()) return std::vector<std::int64_t>(index(ranks_));
-  return history_->current().plan.load;
+  const std::vector<Rows>& load = history_->current().plan.load;
+  return {load.begin(), load.end()};
 }
 
 std::int64_t BatchBalancer::plan_id() const {

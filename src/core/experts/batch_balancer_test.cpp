@@ -5,6 +5,9 @@
 #include <random>
 
 #include "core/domains.hpp"
+#include "core/experts/balance_state.hpp"
+#include "core/experts/test_batches.hpp"
+#include "core/experts/test_warps.hpp"
 #include "core/test_errors.hpp"
 #include "ferry/experts.hpp"
 
@@ -205,6 +208,109 @@ TEST(BatchBalancer, RefusesWhatCannotBe) {
   wrong({"topk_idx", "as the counts of rank 1 say"}, [&] { balancer.places(view_of(all[0]), 1); });
   const std::int64_t unknown[] = {8, 0};
   wrong({"topk_idx", "expert 8"}, [&] { balancer.counts({unknown, Dtype::i64, {1, 2}}); });
+}
+
+/// What a GPU keeps between batches, in memory that begins as a GPU's does.
+class StateInMemory {
+ public:
+  explicit StateInMemory(const BatchPlanShape& shape)
+      : shape_(shape), at_(make_balance_state_layout(shape)), state_(at_.bytes) {
+    std::fill_n(state_.data() + at_.held, at_.load - at_.held, std::byte{0xff});
+  }
+  void plan(const TestTeam& team, const std::vector<std::int32_t>& counts, std::uint64_t changed,
+            bool again) {
+    const BatchPlanLayout layout =
+        make_batch_plan_layout(shape_, TestTeam::kWarps, team.drafters());
+    const auto places = index(shape_.places());
+    std::vector<std::byte> memory(layout.bytes);
+    std::vector<std::int32_t> held(places), table(places), load(index(shape_.ranks));
+    BalanceJob job{.changed = changed, .again = again, .state = state_.data()};
+    job.plan.counts = counts.data();
+    job.plan.stride = shape_.experts;
+    job.plan.memory = memory.data();
+    job.plan.table = table.data();
+    job.plan.load = load.data();
+    BalanceStep(team, shape_, layout, at_, job, held.data()).run();
+  }
+  void fetched() {
+    for (int place = 0; place < shape_.places(); ++place) {
+      const std::int32_t expert = words(at_.fetches)[place];
+      if (expert >= 0) words(at_.held)[place] = expert;
+    }
+  }
+  std::vector<std::int32_t> table() {
+    return {words(at_.table), words(at_.table) + shape_.places()};
+  }
+  std::vector<std::int32_t> fetches() {
+    return {words(at_.fetches), words(at_.fetches) + shape_.places()};
+  }
+  std::vector<std::int64_t> load() { return {words(at_.load), words(at_.load) + shape_.ranks}; }
+  BalanceHeader header() { return *reinterpret_cast<BalanceHeader*>(words(at_.header)); }
+  std::int32_t quota(int place, int source) {
+    const auto entry = static_cast<std::size_t>(header().current) * at_.entry_bytes;
+    return words(at_.entries + entry + at_.entry_quota)[place * shape_.ranks + source];
+  }
+
+ private:
+  std::int32_t* words(std::size_t offset) {
+    return reinterpret_cast<std::int32_t*>(state_.data() + offset);
+  }
+
+  BatchPlanShape shape_;
+  BalanceStateLayout at_;
+  std::vector<std::byte> state_;
+};
+
+void expect_quotas(BatchBalancer& balancer, StateInMemory& state) {
+  const int local = static_cast<int>(balancer.experts()) / balancer.ranks();
+  const std::int64_t all = balancer.group_experts();
+  for (int source = 0; source < balancer.ranks(); ++source) {
+    const Tensor shares = balancer.shares(source);
+    for (std::int64_t i = 0; i < all; ++i) {
+      const std::int64_t place = shares.as<std::int64_t>()[i],
+                         in_rank = place % (local + balancer.slots());
+      if (in_rank < local) continue;
+      const auto copy = place / (local + balancer.slots()) * balancer.slots() + in_rank - local;
+      if (balancer.table()[index(copy)] < 0) continue;
+      ASSERT_EQ(shares.as<std::int64_t>()[all + i], state.quota(static_cast<int>(copy), source));
+    }
+  }
+}
+
+/// Batches that come again, experts that change, weights that do not come.
+TEST(BatchBalancer, AStateInMemoryIsTheSameBalancer) {
+  std::mt19937 random(23);
+  for (int run = 0; run < 3; ++run) {
+    const TestBatch first = test_batch(random);
+    const BatchPlanShape& shape = first.shape;
+    BatchBalancer balancer(shape.experts, shape.ranks, shape.slots, shape.domain_size,
+                           shape.copy_rows, shape.max_rows == INT32_MAX ? 0 : shape.max_rows);
+    StateInMemory state(shape);
+    std::vector<std::vector<std::int32_t>> seen;
+    for (int batch = 0; batch < 96; ++batch) {
+      const bool again = batch > 5 && random() % 4 == 0;
+      if (!again) seen.push_back(test_counts(random, shape.ranks, shape.experts));
+      const std::size_t back = again ? random() % std::min<std::size_t>(20, seen.size()) : 0;
+      const auto counts = seen[seen.size() - 1 - back];
+      const std::uint64_t changed = random() % 3 == 0 ? std::uint64_t{1} << random() % 4 : 0;
+      for (int rank = 0; rank < 4; ++rank) {
+        if ((changed >> rank & 1) != 0) balancer.invalidate(rank);
+      }
+      balancer.plan({counts.data(), Dtype::i32, {shape.ranks, shape.experts}}, again);
+      state.plan(TestTeam(1 + batch % 20, true), counts, changed, again);
+      ASSERT_EQ(state.table(), balancer.table()) << "run " << run << ", batch " << batch;
+      ASSERT_EQ(state.fetches(), balancer.fetches()) << "run " << run << ", batch " << batch;
+      ASSERT_EQ(state.load(), balancer.load());
+      ASSERT_EQ(state.header().plan_id, balancer.plan_id());
+      if (random() % 4 == 0) continue;
+      balancer.fetched();
+      state.fetched();
+      expect_quotas(balancer, state);
+    }
+    const std::vector<std::int32_t> unknown(first.counts.size(), 3);
+    state.plan(TestTeam(4, true), unknown, 0, true);
+    EXPECT_EQ(state.header().plan_id, -1);
+  }
 }
 
 }  // namespace

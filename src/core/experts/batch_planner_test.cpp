@@ -9,6 +9,10 @@
 #include <numeric>
 #include <random>
 
+#include "core/experts/plan_batch.hpp"
+#include "core/experts/test_batches.hpp"
+#include "core/experts/test_warps.hpp"
+
 namespace ferry {
 namespace {
 
@@ -86,7 +90,7 @@ int expect_valid(const BatchPlanner& planner, const Batch& batch,
   return fetches;
 }
 
-double over_mean(std::span<const std::int64_t> load) {
+double over_mean(std::span<const Rows> load) {
   const std::int64_t all = std::accumulate(load.begin(), load.end(), std::int64_t{0});
   return static_cast<double>(*std::ranges::max_element(load)) * static_cast<double>(load.size()) /
          static_cast<double>(all);
@@ -102,7 +106,7 @@ TEST(BatchPlanner, LoadsOfSkewedBatchesAreWithinTwoPercentOfTheMean) {
     for (const int slots : {2, 4}) {
       for (const double skew : {0.0, 0.5, 1.0, 1.5, 2.0}) {
         const Batch batch = skewed(random, ranks, experts, slots, skew);
-        BatchPlanner planner(batch.homes, slots, Domains::blocks(ranks, 0));
+        BatchPlanner planner(batch_plan_shape(batch.homes, slots, 0, 0, 0));
         planner.plan(batch.counts, nothing(batch));
         const int copies = expect_valid(planner, batch, nothing(batch));
         EXPECT_LE(over_mean(planner.load()), 1.02) << ranks << " ranks, skew " << skew;
@@ -116,7 +120,7 @@ TEST(BatchPlanner, OneHotExpertIsSpreadOverAllRanks) {
   for (const int slots : {1, 3}) {
     Batch batch{{64, 16}, slots, std::vector<std::int32_t>(16 * 64, 0)};
     for (int source = 0; source < 16; ++source) batch.counts[index(source * 64 + 5)] = 100;
-    BatchPlanner planner(batch.homes, slots, Domains::blocks(16, 0));
+    BatchPlanner planner(batch_plan_shape(batch.homes, slots, 0, 0, 0));
     planner.plan(batch.counts, nothing(batch));
     EXPECT_EQ(expect_valid(planner, batch, nothing(batch)), 15);
     EXPECT_LE(over_mean(planner.load()), 1.02);
@@ -134,7 +138,7 @@ TEST(BatchPlanner, CopiesThatAreHeldServeAgain) {
   std::mt19937 random(kBatchSeed);
   for (int i = 0; i < 20; ++i) {
     const Batch batch = skewed(random, 8, 64, 2, 1.5);
-    BatchPlanner planner(batch.homes, 2, Domains::blocks(8, 0));
+    BatchPlanner planner(batch_plan_shape(batch.homes, 2, 0, 0, 0));
     planner.plan(batch.counts, nothing(batch));
     const std::vector<std::int32_t> held(planner.table().begin(), planner.table().end());
     planner.plan(batch.counts, held);
@@ -151,7 +155,7 @@ TEST(BatchPlanner, CopiesThatAreHeldServeAgain) {
 
 TEST(BatchPlanner, NothingMovesWithoutSkewOrTokens) {
   Batch batch{{12, 4}, 2, std::vector<std::int32_t>(4 * 12, 7)};
-  BatchPlanner planner(batch.homes, 2, Domains::blocks(4, 0));
+  BatchPlanner planner(batch_plan_shape(batch.homes, 2, 0, 0, 0));
   for (const int each : {7, 0}) {
     std::ranges::fill(batch.counts, each);
     planner.plan(batch.counts, nothing(batch));
@@ -164,7 +168,7 @@ TEST(BatchPlanner, CopiesAreMadeWhereTheySaveMoreThanTheyCost) {
   const Batch batch{{2, 2}, 1, {130, 70, 0, 0}};
   for (const auto& [copy_rows, held, copied] :
        {std::tuple{0, -1, true}, {29, -1, true}, {30, -1, false}, {59, 0, true}, {60, 0, false}}) {
-    BatchPlanner planner(batch.homes, 1, Domains::blocks(2, 0), copy_rows);
+    BatchPlanner planner(batch_plan_shape(batch.homes, 1, 0, copy_rows, 0));
     const std::vector<std::int32_t> there{-1, held};
     planner.plan(batch.counts, there);
     expect_valid(planner, batch, there);
@@ -176,7 +180,7 @@ TEST(BatchPlanner, CopiesAreMadeWhereTheySaveMoreThanTheyCost) {
 TEST(BatchPlanner, SmallBatchesThatCannotBeBalancedHaveAPlan) {
   for (const auto& [ranks, local] : {std::pair{2, 4}, {4, 8}, {8, 4}}) {
     const int experts = ranks * local;
-    BatchPlanner planner({experts, ranks}, 1, Domains::blocks(ranks, 0));
+    BatchPlanner planner(batch_plan_shape({experts, ranks}, 1, 0, 0, 0));
     for (int rows = 1; rows < 200; rows += 7) {
       Batch batch{{experts, ranks}, 1, std::vector<std::int32_t>(index(ranks * experts))};
       for (int source = 0; source < ranks; ++source) {  // all of them to the experts of rank 0
@@ -199,7 +203,7 @@ TEST(BatchPlanner, CopiesLeaveTheirDomainOnlyIfItIsFull) {
         both.counts[index(source * 64 + e)] = batch.counts[index(source % 4 * 32 + e % 32)];
       }
     }
-    BatchPlanner planner(both.homes, 4, Domains::blocks(8, 4));
+    BatchPlanner planner(batch_plan_shape(both.homes, 4, 4, 0, 0));
     planner.plan(both.counts, nothing(both));
     expect_valid(planner, both, nothing(both));
     EXPECT_LE(over_mean(planner.load()), 1.02);
@@ -212,10 +216,37 @@ TEST(BatchPlanner, CopiesLeaveTheirDomainOnlyIfItIsFull) {
   // One domain has everything: copies must cross.
   Batch hot{{8, 4}, 2, std::vector<std::int32_t>(4 * 8)};
   for (int source = 0; source < 4; ++source) hot.counts[index(source * 8)] = 100;
-  BatchPlanner planner(hot.homes, 2, Domains::blocks(4, 2));
+  BatchPlanner planner(batch_plan_shape(hot.homes, 2, 2, 0, 0));
   planner.plan(hot.counts, nothing(hot));
   EXPECT_EQ(expect_valid(planner, hot, nothing(hot)), 3);
   EXPECT_LE(over_mean(planner.load()), 1.02);
+}
+
+/// A GPU plans by warps: what they find is what one thread finds.
+TEST(BatchPlanner, AnyTeamMakesTheSamePlan) {
+  std::mt19937 random(kBatchSeed);
+  for (int i = 0; i < 400; ++i) {
+    const TestBatch batch = test_batch(random);
+    const BatchPlanShape& shape = batch.shape;
+    BatchPlanner planner(shape);
+    planner.plan(batch.counts, batch.held);
+    const TestTeam team(1 + i % 20, i % 2 == 0);
+    const BatchPlanLayout layout = make_batch_plan_layout(shape, TestTeam::kWarps, team.drafters());
+    std::vector<std::byte> memory(layout.bytes, std::byte{0xa5});
+    BatchPlan plan = planner.planned();
+    for (auto* each : {&plan.table, &plan.load, &plan.quota}) std::ranges::fill(*each, -7);
+    const BatchPlanJob job{.counts = batch.counts.data(),
+                           .stride = shape.experts,
+                           .held = batch.held.data(),
+                           .memory = memory.data(),
+                           .table = plan.table.data(),
+                           .load = plan.load.data(),
+                           .quota = plan.quota.data()};
+    BatchPlanning(team, shape, layout, job).run();
+    ASSERT_EQ(plan.table, planner.planned().table) << "case " << i;
+    ASSERT_EQ(plan.load, planner.planned().load) << "case " << i;
+    ASSERT_EQ(plan.quota, planner.planned().quota) << "case " << i;
+  }
 }
 
 }  // namespace

@@ -281,6 +281,13 @@ void DomainCollectives::take_steps(std::int64_t count, const Steps& steps) {
   await(parts_.gpus->mark());
 }
 
+void DomainCollectives::no_rows(bool adds) const {
+  throw Error(ErrorKind::unsupported,
+              std::string(adds ? "add_rows" : "copy_rows") + ": got ranks in " +
+                  to_string(domains()) +
+                  " domains; expected one domain: use all_to_all between domains");
+}
+
 std::int64_t DomainCollectives::share_of(std::int64_t count) const {
   const std::int64_t each = (count + rails_ - 1) / rails_;
   return (each + kShareUnit - 1) / kShareUnit * kShareUnit;

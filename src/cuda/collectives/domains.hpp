@@ -53,6 +53,14 @@ class DomainCollectives final : public CollectivesEngine, public Engine {
   Event broadcast(const TensorView& x, int root, const CollectiveOptions& options) override;
   Event all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts,
                    const CollectiveOptions& options) override;
+  Event move_rows(const ConstTensorView& /*x*/, const TensorView& /*out*/, RowTable table,
+                  const CollectiveOptions& /*options*/) override {
+    no_rows(table.adds);
+  }
+  Event move_rows(const ConstTensorView& /*x*/, const TensorView& /*out*/, const GpuRowTable& table,
+                  const CollectiveOptions& /*options*/) override {
+    no_rows(table.adds);
+  }
   /// As the links between all ranks were measured.
   Choice choice(std::size_t bytes, bool any_order) const override {
     return parts_.all->choice(bytes, any_order);
@@ -105,6 +113,7 @@ class DomainCollectives final : public CollectivesEngine, public Engine {
     std::function<void(std::int64_t step, const DomainRoom& room)> spread{};
   };
 
+  [[noreturn]] void no_rows(bool adds) const;
   void check_usable(const char* call) const;
   Event enter(Call call, Stream* stream, std::function<void()> work);
   void finish(const char* call, const Event& done);

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/check.hpp"
 #include "core/check_collectives.hpp"
 #include "cuda/throughput/call.hpp"
 
@@ -21,6 +22,8 @@ Stage stage_of(CallKind kind) {
     case CallKind::reduce_scatter: return Stage::reduce_scatter;
     case CallKind::all_gather: return Stage::all_gather;
     case CallKind::broadcast: return Stage::broadcast;
+    case CallKind::copy_rows: return Stage::copy_rows;
+    case CallKind::add_rows: return Stage::add_rows;
     default: return Stage::all_to_all;
   }
 }
@@ -236,6 +239,45 @@ Event CudaCollectives::gather_shares(const void* own, std::int64_t bytes, std::i
   p.to = {.bytes = p.from.size(engine_->rank(), engine_->size())};
   place(p, out, bytes);
   return run(p, share, is_small(share), options.stream);
+}
+
+Event CudaCollectives::move_rows(const ConstTensorView& x, const TensorView& out,
+                                 const GpuRowTable& table, const CollectiveOptions& options) {
+  const CallKind kind = table.adds ? CallKind::add_rows : CallKind::copy_rows;
+  const char* name = name_of(kind);
+  RowsParameters rows;
+  rows.base = parameters(kind, x.dtype, x.columns(), options.num_sms, kPushingSms);
+  rows.table = table.table;
+  rows.rows = static_cast<std::int32_t>(table.rows);
+  rows.slots = static_cast<std::int32_t>(table.slots);
+  rows.row_bytes = static_cast<std::int64_t>(x.row_bytes());
+  rows.adds = table.adds;
+  CollectiveParameters& p = rows.base;
+  p.call.rows = {table.rows, table.slots, 0, 0};
+  p.x = static_cast<const std::byte*>(x.data);
+  p.out = static_cast<std::byte*>(out.data);
+  p.reduces = true;  // peers touch all of the tensor
+  const ConstTensorView shown = table.adds ? x : ConstTensorView(out);
+  place(p, shown.data, bytes_of(shown));
+  if (p.place.bytes < 0) {
+    refuse(name, table.adds ? "x" : "out", "memory that peers cannot reach",
+           "a tensor of Collectives.empty(), at a multiple of 16 bytes");
+  }
+  constexpr std::int64_t kBytesOfBlock = 16 << 10;  // at least
+  const std::int64_t useful = (table.slots * rows.row_bytes + kBytesOfBlock - 1) / kBytesOfBlock;
+  p.blocks = static_cast<int>(std::clamp<std::int64_t>(useful, 1, p.blocks));
+  Launch launch(*engine_, name, options.stream);
+  launch.use(p.x, {});  // the caller holds them
+  launch.use(p.out, {});
+  launch.use(rows.table, {});
+  p.failure = launch.record()->failure;
+  launch.enter(p.call);
+  launch.run(launch_rows(rows, launch.stream()), name);
+  const bool blocking = launch.blocking();
+  Event event = launch.finish();
+  if (!blocking) return event;
+  engine_->finish(name, event);
+  return {};
 }
 
 void CudaCollectives::split(CollectiveParameters& p, const BlockCounts& counts,

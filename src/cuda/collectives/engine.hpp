@@ -42,6 +42,9 @@ class CudaCollectives final : public CollectivesEngine {
   Event gather_shares(const void* own, std::int64_t bytes, std::int64_t share, void* out,
                       const CollectiveOptions& options);
 
+  using CollectivesEngine::move_rows;
+  Event move_rows(const ConstTensorView& x, const TensorView& out, const GpuRowTable& table,
+                  const CollectiveOptions& options) override;
   Choice choice(std::size_t bytes, bool /*any_order*/) const override {
     return {.algorithm = is_small(static_cast<std::int64_t>(bytes)) ? Algorithm::one_shot
                                                                     : Algorithm::direct,

@@ -153,6 +153,8 @@ const char* stage_name(Stage stage) {
     case Stage::all_gather: return "all_gather";
     case Stage::broadcast: return "broadcast";
     case Stage::all_to_all: return "all_to_all";
+    case Stage::copy_rows: return "copy_rows";
+    case Stage::add_rows: return "add_rows";
     case Stage::none: break;
   }
   return "exchange";

@@ -154,6 +154,8 @@ enum class Stage : std::uint32_t {
   all_gather,
   broadcast,
   all_to_all,
+  copy_rows,
+  add_rows,
 };
 
 /// Lies in pinned host memory; `written` is stored last.

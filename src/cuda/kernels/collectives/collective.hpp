@@ -125,11 +125,26 @@ struct Conversion {
 };
 cudaError_t launch_convert(const Conversion& conversion, int most_blocks, cudaStream_t stream);
 
+/// copy_rows and add_rows by a table in GPU memory. Of the parameters `group`, `call`, `stage`,
+/// `failure`, `x`, `out`, `place` and `blocks` count: of copies what peers write is `out`, of sums
+/// what they read is `x`, in registered memory on all ranks.
+struct RowsParameters {
+  CollectiveParameters base{};
+  const std::int32_t* table = nullptr;  ///< [ranks, slots], in this GPU's memory
+  std::int32_t rows = 0;                ///< of a rank, which others copy
+  std::int32_t slots = 0;
+  std::int64_t row_bytes = 0;
+  bool adds = false;
+};
+inline constexpr std::int64_t kMostTableEntries = 4096;
+cudaError_t launch_rows(const RowsParameters& parameters, cudaStream_t stream);
+
 /// Loads the kernels on the current device.
 cudaError_t load_collective_kernels();
 // One for each file of kernels.
 cudaError_t load_one_shot_kernels();
 cudaError_t load_large_kernels();
 cudaError_t load_convert_kernels();
+cudaError_t load_rows_kernels();
 
 }  // namespace ferry::cuda
