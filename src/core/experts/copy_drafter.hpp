@@ -50,8 +50,7 @@ class CopyDrafter {
       const int rank = overloaded(style);
       if (rank < 0) break;
       const Rows excess = now_.load[rank] - limit_;
-      stuck =
-          push(rank, excess, -1) == 0 && !relieve(rank, style) && !relieve_through_others(rank, 1);
+      stuck = push(rank, excess, -1) == 0 && !relieve(rank, style);
     }
     finish();
   }
@@ -92,25 +91,27 @@ class CopyDrafter {
     });
   }
 
-  /// A copy more of an expert of the rank. False: nobody has room and a place.
+  /// A copy more of an expert of the rank. False: nobody has room and a place, and no other way
+  /// was found.
   FERRY_TEAM_FN bool relieve(int rank, CopyStyle& style) {
     const Rows excess = now_.load[rank] - limit_;
     const int emptiest = lanes_.best(shape_.ranks, [&](int r) {
       return now_.free[r] > 0 ? -std::int64_t{now_.load[r]} : INT64_MIN;
     });
     const Rows room = emptiest < 0 ? 0 : limit_ - now_.load[emptiest];
-    if (room <= 0) return false;
-    const std::int32_t expert = expert_to_move(rank, least(excess, room), style.tight);
-    if (expert < 0) return false;
-    const Rows wanted = least(excess, now_.at_home[expert]);
-    const int to = receiver(rank, wanted, style);
-    if (to < 0) return false;
-    if (limit_ - now_.load[to] < wanted && full_rank_has_room(wanted) &&
-        relieve_through_others(rank, wanted)) {
-      return true;
+    std::int32_t expert = -1;
+    Rows wanted = 1;
+    int to = -1;
+    if (room > 0) expert = expert_to_move(rank, least(excess, room), style.tight);
+    if (expert >= 0) {
+      wanted = least(excess, now_.at_home[expert]);
+      to = receiver(rank, wanted, style);
     }
-    move(expert, to, least(wanted, limit_ - now_.load[to]));
-    return true;
+    const bool suffices = to >= 0 && limit_ - now_.load[to] >= wanted;
+    const bool others = to < 0 || (!suffices && full_rank_has_room(wanted));
+    if (others && relieve_through_others(rank, to < 0 ? 1 : wanted)) return true;
+    if (to >= 0) move(expert, to, least(wanted, limit_ - now_.load[to]));
+    return to >= 0;
   }
 
   /// Tight: the smallest that is `enough`, so that the largest are there for what is left.
@@ -203,7 +204,13 @@ class CopyDrafter {
   /// The nearest rank with room that tokens of `from` reach over the copies that there are, not by
   /// way of `avoid`; −1: none. `path_tokens_`: how many of `wanted` that takes.
   FERRY_TEAM_FN int find_room(int from, Rows wanted, int avoid) {
-    if (copies_ == 0) return -1;
+    const auto has_room = [&](int rank) {
+      return rank != from && rank != avoid && now_.load[rank] < limit_;
+    };
+    const int leads = lanes_.first(copies_, [&](int c) {
+      return has_room(now_.copies[c].home) || has_room(now_.copies[c].rank);
+    });
+    if (leads < 0) return -1;
     lanes_.each(shape_.ranks, [&](int rank) {
       now_.reached[rank] = {rank == from ? wanted : 0, -1, -1};
       if (rank == 0) now_.queue[0] = from;

@@ -17,6 +17,7 @@ class WarpLanes {
   template <class Fn>
   __device__ __forceinline__ void each(int n, const Fn& fn) const {
     __syncwarp();
+#pragma unroll 1
     for (int i = lane(); i < n; i += 32) fn(i);
     __syncwarp();
   }
@@ -30,6 +31,7 @@ class WarpLanes {
   __device__ __forceinline__ int best(int n, const Key& key) const {
     unsigned at = ~0u;
     std::int64_t most = INT64_MIN;
+#pragma unroll 1
     for (int i = lane(); i < n; i += 32) {
       const std::int64_t found = key(i);
       if (found <= most) continue;
@@ -44,6 +46,7 @@ class WarpLanes {
   }
   template <class Holds>
   __device__ __forceinline__ int first(int n, const Holds& holds) const {
+#pragma unroll 1
     for (int chunk = 0; chunk < n; chunk += 32) {
       const unsigned mask = ballot(chunk, n, holds);
       if (mask != 0) return chunk + __ffs(static_cast<int>(mask)) - 1;
@@ -53,12 +56,15 @@ class WarpLanes {
   template <class Value>
   __device__ __forceinline__ std::int32_t sum(int n, const Value& value) const {
     std::int32_t sum = 0;
+#pragma unroll 1
     for (int i = lane(); i < n; i += 32) sum += value(i);
     return __reduce_add_sync(kWholeWarp, sum);
   }
   template <class Holds, class Visit>
   __device__ __forceinline__ void visit(int n, const Holds& holds, const Visit& visit) const {
+#pragma unroll 1
     for (int chunk = 0; chunk < n; chunk += 32) {
+#pragma unroll 1
       for (unsigned mask = ballot(chunk, n, holds); mask != 0; mask &= mask - 1) {
         if (!visit(chunk + __ffs(static_cast<int>(mask)) - 1)) return;
       }
@@ -68,10 +74,12 @@ class WarpLanes {
   __device__ __forceinline__ Rows deal(int n, Rows amount, const Left& left,
                                        const Take& take) const {
     __syncwarp();
+#pragma unroll 1
     for (int chunk = 0; chunk < n && amount > 0; chunk += 32) {
       const int i = chunk + lane();
       const Rows mine = i < n ? left(i) : 0;
       Rows upto = mine;
+#pragma unroll 1
       for (int step = 1; step < 32; step *= 2) {
         const Rows before = __shfl_up_sync(kWholeWarp, upto, static_cast<unsigned>(step));
         if (lane() >= step) upto += before;
@@ -113,18 +121,21 @@ class BlockTeam {
   template <class Fn>
   __device__ __forceinline__ void each(int n, const Fn& fn) const {
     __syncthreads();
+#pragma unroll 1
     for (int i = thread(); i < n; i += kThreads) fn(i);
     __syncthreads();
   }
   template <class Fn>
   __device__ __forceinline__ void tasks(int n, const Fn& fn) const {
     __syncthreads();
+#pragma unroll 1
     for (int i = warp(); i < n; i += kWarps) fn(i, lanes_, warp());
     __syncthreads();
   }
   template <class Holds>
   __device__ __forceinline__ bool any(int n, const Holds& holds) const {
     bool found = false;
+#pragma unroll 1
     for (int i = thread(); i < n && !found; i += kThreads) found = holds(i);
     return __syncthreads_or(found ? 1 : 0) != 0;
   }
@@ -134,7 +145,9 @@ class BlockTeam {
     if (thread() == 0) words_.sum = 0;
     __syncthreads();
     unsigned long long sum = 0;
+#pragma unroll 1
     for (int i = thread(); i < n; i += kThreads) sum += hash(i);
+#pragma unroll 1
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, step);
     if (thread() % 32 == 0) atomicAdd(&words_.sum, sum);
     __syncthreads();
@@ -167,6 +180,7 @@ class BlockTeam {
     const int i = thread();
     const Rows mine = i < n ? values[i] : 0;
     int before = 0;
+#pragma unroll 1
     for (int j = 0; i < n && j < n; ++j) {
       before += values[j] > mine || (values[j] == mine && j < i) ? 1 : 0;
     }

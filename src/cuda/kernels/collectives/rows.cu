@@ -59,7 +59,8 @@ __device__ void copy_out(const RowsParameters& p, const CollectivePeers& peers,
   }
 }
 
-/// Adds what the slots of copies hold to a row. A thread has the same elements in all of them.
+/// Adds what the slots of copies hold to a row, from +0 as the host engine. A thread has the same
+/// elements in all of them.
 __device__ void add_up(const RowsParameters& p, const CollectivePeers& peers, const OwnEntries& own,
                        int from, int row) {
   std::byte* sum = p.base.out + row * p.row_bytes;
@@ -76,6 +77,8 @@ __device__ void add_up(const RowsParameters& p, const CollectivePeers& peers, co
           for (int u = 0; u < kTogether; ++u) {
             if (v + u * step < end) {
               Reducing<float>::unpack(load_as<kWhole>(sum, p.row_bytes, v + u * step), sums[u]);
+#pragma unroll
+              for (int k = 0; k < kCount; ++k) sums[u][k] = __fadd_rn(0.0f, sums[u][k]);
             }
           }
 #pragma unroll 1
