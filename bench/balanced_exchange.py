@@ -11,7 +11,8 @@ turn in each sample, in both orders of rows:
     balanced    the same routes, copies by ferry.BatchBalancer, which are there already
 
 and each once more with all that its plan takes: for all `Group.plan`, and for balanced before it
-the counts, their all-gather, the plan of copies and the places of the routes. On GPUs these are
+the counts, their all-gather, the plan of copies and the places of the routes, which are others in
+each exchange: the planner remembers 64 batches. On GPUs these are
 kernels (ferry.torch.GpuBalancer), whose times are told one by one, and of the plan for 8 to 64
 ranks, too. The sums are checked before anything is timed. A sample is the slowest rank's time; on
 GPUs it is `--chain` exchanges between two CUDA events, divided, after an all-reduce.
@@ -118,6 +119,11 @@ class Rank:
         self.x = x.to(self.device, self.dtype)
         self.token = torch.zeros(1, device=self.device)
         self.ids = {zipf: routes(args, self.rank, zipf).to(self.device) for zipf in (0, args.zipf)}
+        few = [routes(args, self.rank + 1000 * i, args.zipf) for i in range(9)]
+        half = args.tokens // 2
+        mixed = [torch.cat([a[:half], b[half:]]) for a in few for b in few]
+        self.batches = [ids.to(self.device) for ids in mixed]
+        self.turn = 0
         self.balanced_places()
 
     def new_balancer(self, experts: int, ranks: int, slots: int) -> Any:
@@ -131,20 +137,28 @@ class Rank:
 
         return ferry.torch.GpuBalancer(**sizes, device=self.device)
 
-    def counts_of_all(self) -> Any:
-        """Of the skewed routes."""
+    def counts_of_all(self, ids: Any) -> Any:
+        """Of these routes on all ranks."""
         import torch
 
-        mine = self.balancer.counts(self.ids[self.args.zipf])
+        mine = self.balancer.counts(ids)
         every = torch.empty(self.size, len(mine), dtype=torch.int32, device=self.device)
         (self.ranks if self.args.device == "cuda" else self.host).all_gather(mine, every)
         return every
 
     def balanced_places(self) -> Any:
-        """All that balancing does for a batch whose copies are there."""
-        self.balancer.plan(self.counts_of_all())
+        """All that balancing does for skewed routes whose copies are there."""
+        return self.places_of(self.ids[self.args.zipf])
+
+    def places_of_next(self) -> Any:
+        """The same of other routes in each of 81 calls."""
+        self.turn += 1
+        return self.places_of(self.batches[self.turn % len(self.batches)])
+
+    def places_of(self, ids: Any) -> Any:
+        self.balancer.plan(self.counts_of_all(ids))
         self.balancer.fetched()
-        return self.balancer.places(self.ids[self.args.zipf], self.rank)
+        return self.balancer.places(ids, self.rank)
 
     def home(self, zipf: float) -> Any:
         ids = self.ids[zipf]
@@ -224,7 +238,7 @@ def contenders(
             rank.group.plan(each), order
         )
     calls["balanced, plan included"] = lambda: rank.exchange(
-        rank.group.plan(rank.balanced_places()), order
+        rank.group.plan(rank.places_of_next()), order
     )
     return calls
 
@@ -245,7 +259,7 @@ def measure_exchange(rank: Rank) -> dict[str, Any]:
         over[name] = load.max().item() / load.double().mean().item()
     for order in ORDERS:
         found[order] = rank.times(contenders(rank, places, plans, order), rank.args.chain)
-    alone = rank.times({"places": rank.balanced_places}, rank.args.chain)
+    alone = rank.times({"places": rank.places_of_next}, rank.args.chain)
     return {"us": found, "heaviest_over_mean": over, "balance_alone_us": alone["places"]}
 
 
@@ -276,12 +290,14 @@ def measure_plans(rank: Rank) -> dict[str, float]:
         return begin.elapsed_time(end) * 1e3
 
     ids, balancer = rank.ids[rank.args.zipf], rank.balancer
-    every, mine = rank.counts_of_all(), balancer.counts(ids)
+    every, mine = rank.counts_of_all(ids), balancer.counts(ids)
+    others = iter([rank.counts_of_all(each) for each in rank.batches])
     steps: dict[str, Callable[[], object]] = {
         "nothing": lambda: None,
         "counts": lambda: balancer.counts(ids),
         "all-gather": lambda: rank.ranks.all_gather(mine, every),
         "plan, as before": lambda: balancer.plan(every),
+        "plan, another batch": lambda: balancer.plan(next(others)),
         "fetched": balancer.fetched,
         "places": lambda: balancer.places(ids, rank.rank),
     }
