@@ -4,7 +4,7 @@ Weights and gradients move on a stream of their own, beside the calls of the gro
 Weights begin to move before the tokens go out, and are awaited when the rank's own experts are
 done. In a backward autograd runs what was made last first: the gradients of copies begin to move
 (`_Copied`) before the own experts and the dispatch go backward, and are awaited after that
-(`Owned`, made before the dispatch). `_Joined` ties the copies to the result on every rank, so that
+(`_Owned`, made before the dispatch). `_Joined` ties the copies to the result on every rank, so that
 none leaves the reduction out: all ranks make the same calls in the same order.
 """
 
@@ -14,7 +14,7 @@ import functools
 import itertools
 import weakref
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,6 @@ from ferry.streams import device_name
 from ferry.tensors import dense
 from ferry.torch_reductions import agree
 from ferry.torch_replicas import copy_experts, reduce_experts
-
-if TYPE_CHECKING:
-    from ferry.torch_gpu_balancer import GpuBalancer
 
 _steps = itertools.count(1)
 _stepped = 0
@@ -137,18 +134,15 @@ class Copies:
 
         torch.compile leaves `places`, `run` and `checked` as they are. Said for each object,
         because it imports what compiles, which takes a second."""
-        self.balancer: Any = self._new_balancer()
+        self.balancer = BatchBalancer(**self._balancing)
         self._agreed = False
         self._seen: list[_Seen] = []
         self._tensors: dict[str, Tensor] = {}
         self._coming: _Coming | None = None
-        self._batch: tuple[Batch, Tensor] | None = None
+        self._batch: tuple[_Batch, Tensor] | None = None
         self.places = torch.compiler.disable(self._places)  # type: ignore[no-untyped-call]
         self.run = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
         self.checked = torch.compiler.disable(self._checked)  # type: ignore[no-untyped-call]
-
-    def _new_balancer(self) -> BatchBalancer | GpuBalancer:
-        return BatchBalancer(**self._balancing)
 
     def invalidate(self) -> None:
         """The experts of this rank have changed though torch did not see it."""
@@ -160,7 +154,7 @@ class Copies:
         instance("ExpertParallel: topk_idx", topk_idx, Tensor, "a tensor")
         self._agree(topk_idx)
         parameters = self._parameters(experts)
-        said = self._said_of(parameters)
+        said = [_said(name, tensor) for name, tensor in parameters.items()]
         with torch.no_grad():
             topk_idx = dense("ExpertParallel: topk_idx", topk_idx)
             self._plan(parameters, said, topk_idx)
@@ -171,8 +165,8 @@ class Copies:
         table = self.balancer.table
         self._batch = None
         if _some(table):
-            batch = Batch(self, table, parameters)
-            handle = Owned.apply(batch, *parameters.values())  # type: ignore[no-untyped-call]
+            batch = _Batch(self, table, parameters)
+            handle = _Owned.apply(batch, *parameters.values())  # type: ignore[no-untyped-call]
             self._batch = batch, handle
         return places
 
@@ -188,7 +182,9 @@ class Copies:
         self._agreed = True
 
     def _plan(self, parameters: dict[str, Tensor], said: list[str], topk_idx: Tensor) -> None:
-        changed = self._changed(parameters)
+        changed = len(parameters) != len(self._seen) or not all(
+            seen.is_still(tensor) for seen, tensor in zip(self._seen, parameters.values())
+        )
         balancer, size = self.balancer, self.ranks.size
         counts = balancer.counts(topk_idx)
         message = counts.new_empty(balancer.experts + 2)
@@ -202,17 +198,10 @@ class Copies:
             self._refuse_parameters(said)
         for rank in every[:, -2].nonzero().flatten().tolist():
             balancer.invalidate(rank)
+        self._seen = [_Seen(tensor) for tensor in parameters.values()]
         # Checkpoints compute a forward again inside a backward.
         again = torch._C._current_graph_task_id() >= 0
         balancer.plan(every[:, :-2].contiguous(), again=again)
-
-    def _changed(self, parameters: dict[str, Tensor]) -> bool:
-        """Since the last call, as far as torch counts it."""
-        changed = len(parameters) != len(self._seen) or not all(
-            seen.is_still(tensor) for seen, tensor in zip(self._seen, parameters.values())
-        )
-        self._seen = [_Seen(tensor) for tensor in parameters.values()]
-        return changed
 
     def _refuse_load(self, most: int) -> None:
         """All ranks know it, and nothing has moved."""
@@ -225,21 +214,12 @@ class Copies:
             "help: more rows, more slots for copies (balance), or fewer tokens",
         )
 
-    @staticmethod
-    def _said_of(parameters: dict[str, Tensor]) -> list[str]:
-        return [_said(name, tensor) for name, tensor in parameters.items()]
-
-    def _compare_parameters(self, said: list[str]) -> None:
+    def _refuse_parameters(self, said: list[str]) -> None:
         """Collective. MismatchError on all ranks, of the first parameter that differs."""
         call = "ExpertParallel"
         agree(self.ranks, call, f"{len(said)} parameters of experts")
         for each in said:
             agree(self.ranks, call, each)
-
-    def _refuse_parameters(self, said: list[str]) -> None:
-        """Collective, where some differ."""
-        call = "ExpertParallel"
-        self._compare_parameters(said)
         rank = self.ranks.rank
         message = f"rank {rank}: {call}: names of parameters of experts differ between ranks"
         raise MismatchError(message, rank=rank, peer=-1, stage=call)
@@ -326,7 +306,7 @@ class Copies:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Copies:
         """Of the same ranks; its slots are its own, and empty."""
-        made = type(self).__new__(type(self))
+        made = Copies.__new__(Copies)
         memo[id(self)] = made
         made.__dict__.update(self.__dict__)
         made._empty()
@@ -386,25 +366,20 @@ class _Coming:
         self.events: list[_ferry.Event] = []
 
 
-class Batch:
+class _Batch:
     """Copies of one forward, and the gradients that they are owed."""
 
     def __init__(
-        self, copies: Copies, table: list[list[int]] | Tensor, parameters: dict[str, Tensor]
+        self, copies: Copies, table: list[list[int]], parameters: dict[str, Tensor]
     ) -> None:
         self.names = list(parameters)
         self.trained = [tensor.requires_grad for tensor in parameters.values()]
         self._copies, self._table, self.device = copies, table, copies.device
         self._of = [(tensor.shape, tensor.dtype) for tensor in parameters.values()]
         self._sums: list[tuple[Tensor, _ferry.Event] | None] = []
-        self._copied = self._find_copied()
-
-    def _find_copied(self) -> bool:
-        """Whether an expert of this rank has copies."""
-        copies = self._copies
         first = copies.ranks.rank * copies.local
         mine = range(first, first + copies.local)
-        return any(expert in mine for row in self._table for expert in row)
+        self._copied = any(expert in mine for row in table for expert in row)
 
     def begin_sums(self, grads: tuple[Tensor | None, ...]) -> None:
         """Collective. What the slots hold goes to the experts that they are copies of: fp32 sums in
@@ -435,12 +410,12 @@ class Batch:
         return made
 
 
-class Owned(torch.autograd.Function):
+class _Owned(torch.autograd.Function):
     """From parameters of this rank to a handle of their copies. Its backward comes after those of
     the own experts and of the dispatch."""
 
     @staticmethod
-    def forward(ctx: Any, batch: Batch, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, batch: _Batch, *parameters: Tensor) -> Tensor:
         ctx.batch = batch
         # On the device of all others: autograd runs each device in a thread of its own, and the
         # order of collective calls would be any.
@@ -456,7 +431,7 @@ class _Copied(torch.autograd.Function):
     """From the handle to the copies in the slots of this rank, [slots, ...] each."""
 
     @staticmethod
-    def forward(ctx: Any, batch: Batch, slots: list[Tensor], handle: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, batch: _Batch, slots: list[Tensor], handle: Tensor) -> tuple[Tensor, ...]:
         ctx.batch = batch
         ctx.set_materialize_grads(False)
         made = tuple(tensor.detach() for tensor in slots)

@@ -18,8 +18,6 @@ from ferry.latency import LatencyExchange, LatencyReceived
 from ferry.tensors import dense
 from ferry.torch_balance import COPY_ROWS, Copies
 from ferry.torch_exchange import combine, dispatch, planned
-from ferry.torch_gpu_balancer import GpuBalancer
-from ferry.torch_gpu_copies import GpuCopies
 from ferry.torch_placed_experts import checked, held, sum_copies
 from ferry.torch_rows import row_weights
 from ferry.torch_through_e4m3 import restored  # importing it defines the operator
@@ -105,10 +103,7 @@ class ExpertParallel(nn.Module):
             if decode_experts is not None:
                 expected = "None with balance: `experts` run once more for copies"
                 refuse(f"{call}: decode_experts", describe(decode_experts), expected)
-            # With exact sizes each batch waits for its counts in any case.
-            waits = group.device == "cpu" or self.layout["max_recv_rows"] == 0
-            made = Copies if waits else GpuCopies
-            self._copies = made(group, balance, collectives, copy_rows, self.layout)
+            self._copies = Copies(group, balance, collectives, copy_rows, self.layout)
         self._placement: ExpertPlacement | None = None
         if placement is not None:
             if self._copies is not None or self.decode_tokens > 0:
@@ -220,9 +215,8 @@ class ExpertParallel(nn.Module):
         return self._placement
 
     @property
-    def balancer(self) -> BatchBalancer | GpuBalancer | None:
-        """With `balance`: what was planned for the newest batch; on GPUs with `max_recv_rows` by a
-        kernel, in tensors."""
+    def balancer(self) -> BatchBalancer | None:
+        """With `balance`: what was planned for the newest batch."""
         return None if self._copies is None else self._copies.balancer
 
     def invalidate_copies(self) -> None:

@@ -122,54 +122,6 @@ def decoding(pair: Pair) -> None:
         assert not any(e >= 0 for row in balancer.fetches for e in row)
 
 
-class Scaled(nn.Module):
-    """Experts of which nothing waits for the GPU."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        make = torch.Generator().manual_seed(50 + rank)
-        self.scale = nn.Parameter(torch.randint(1, 9, (LOCAL, HIDDEN), generator=make).float())
-
-    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        at = torch.arange(len(rows), device=rows.device)
-        which = torch.searchsorted(offsets[1:].contiguous(), at, right=True)
-        return rows * self.scale[which.clamp(max=len(self.scale) - 1)]
-
-
-def captured(pair: Pair) -> None:
-    """A CUDA graph of a forward plans anew in every replay, and has the weights of then."""
-    rank, size, most = pair.group.rank, pair.group.size, TOKENS * TOPK
-    plain = ft.ExpertParallel(pair.plain_group, Scaled(rank).to(pair.device))
-    balanced = ft.ExpertParallel(
-        pair.group,
-        Scaled(rank).to(pair.device),
-        balance=SLOTS,
-        collectives=pair.ranks,
-        max_recv_rows=most,
-    )
-    x = torch.ones(TOKENS, HIDDEN, device=pair.device)
-    weights = torch.ones(TOKENS, TOPK, device=pair.device)
-    ids = routes(rank, 0, 0.8, size).to(pair.device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad():
-        balanced(x, ids, weights)
-        torch.cuda.synchronize()
-        pair.ranks.barrier()
-        with torch.cuda.graph(graph):
-            y = balanced(x, ids, weights)
-        for at in range(6):
-            ids.copy_(routes(rank, at, 0.8, size))
-            x.fill_(at + 1)
-            for layer in (plain, balanced):
-                layer.experts.scale += rank + 1
-            graph.replay()
-            assert torch.equal(y, plain(x, ids, weights))
-            assert max(balanced.balancer.load.tolist()) <= most
-        assert torch.equal(balanced(x, ids, weights), y)  # the copies of the graph serve again
-    torch.cuda.synchronize()
-    pair.ranks.barrier()
-
-
 def on_either_engine(
     boot: Any, where: dict[str, Any], body: Any, arguments: Any, options: Any
 ) -> None:

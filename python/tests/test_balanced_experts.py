@@ -54,7 +54,6 @@ def test_on_gpus(size: int) -> None:
         processes.run(bodies.training, 0.8 * size, 6)
         processes.run(bodies.training, 0.8 * size, 4, **FIXED)
         processes.run(bodies.decoding)
-        processes.run(bodies.captured)
     finally:
         processes.stop()
 
