@@ -131,7 +131,7 @@ class Balancers {
 TEST(GpuBalancer, PlansAreThoseOfTheCpu) {
   if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
   std::mt19937 random(kSeed);
-  for (int run = 0; run < 60 && !HasFailure(); ++run) {
+  for (int run = 0; run < 30 && !HasFailure(); ++run) {
     const BatchPlanShape shape = test_batch(random).shape;
     Balancers both(shape);
     std::vector<std::vector<std::int32_t>> seen;
