@@ -73,7 +73,8 @@ TEST_P(Lifetime, GrowthWithLiveTensors) {
     std::vector<std::unique_ptr<Exchange>> all;
     std::vector<Received> alive;
     std::size_t last = 0, grown = 0;
-    for (std::uint64_t i = 0; i < 6; ++i) {
+    const std::uint64_t sizes = sanitized() ? 5 : 6;  // the reference takes its time there
+    for (std::uint64_t i = 0; i < sizes; ++i) {
       c.seed = lifetime_seed(200 + i);
       c.hidden = 64 << (2 * i);  // up to 64 Ki channels: 128 KiB a row
       c.tokens = 20;
@@ -85,7 +86,7 @@ TEST_P(Lifetime, GrowthWithLiveTensors) {
       last = group.memory().arena_bytes;
       for (std::size_t k = 0; k < all.size(); ++k) all[k]->check(alive[k], 0);
     }
-    rank.check(grown > 2, "the arena did not grow several times");
+    rank.check(grown > sizes - 4, "the arena did not grow several times");
     rank.check(group.memory().arena_used_bytes > 0, "live tensors are not counted");
     alive.clear();
     rank.equal(group.memory().arena_used_bytes, std::size_t{0}, "bytes in use at the end");
