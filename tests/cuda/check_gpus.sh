@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All tests that need GPUs, in an order in which none takes the memory or the time of another.
 #   tests/cuda/check_gpus.sh BUILD [STEP ...]
-# STEP: kernels conformance engine python sanitizers trials long mixed; without any: all but long, which
+# STEP: kernels conformance engine collectives python sanitizers trials long mixed; without any: all but long, which
 # takes many minutes (10,000 exchanges with poisoned memory, memory past 4 GiB, 100,000 replays), and
 # mixed, for which BUILD has PTX of 8.0 beside code of its GPUs (CMAKE_CUDA_ARCHITECTURES="80-virtual;90-real"):
 # one group in which every other process runs that PTX, without TMA, as on an A100.
@@ -13,7 +13,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 build=${1:?usage: check_gpus.sh BUILD [STEP ...]}
 shift
-steps=${*:-kernels conformance engine python sanitizers trials}
+steps=${*:-kernels conformance engine collectives python sanitizers trials}
 limit=${SECONDS_EACH:-240}
 logs=${LOGS:-$(mktemp -d)}
 python=${PYTHON:-python3}
@@ -75,6 +75,11 @@ for step in $steps; do
       ;;
     engine)
       start engine 0 env LOGS="$logs/engine" SECONDS_EACH="$limit" "$here/run_engine_tests.sh" "$build"
+      ;;
+    collectives)
+      start collectives_test "$limit" "$(program collectives_test)"
+      finish
+      start balancer_test "$limit" "$(program balancer_test)"
       ;;
     python)
       # As pyproject.toml has it, with any pytest.
