@@ -16,10 +16,10 @@ struct TuningGrid {
 };
 
 /// Measures the start, then neighbours of the fastest and of the best place, until all of them are
-/// known or kMostProbes calls were timed. Of the places that take at most kWorth times as long as
-/// the fastest, the one with the fewest SMs is best, then the one nearest to the start. When calls
-/// at the place where it settled begin to take longer or less, it starts again from there; each
-/// time it waits longer.
+/// known or kMostProbes calls were timed. Of the places that take at most kWorth times the shortest
+/// call of the fastest, the one with the fewest SMs is best, then the one nearest to the start.
+/// When calls at the place where it settled begin to take longer or less, it starts again from
+/// there; each time it waits longer.
 class TuningSearch {
  public:
   static constexpr int kMostProbes = 30;
