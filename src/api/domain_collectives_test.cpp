@@ -135,7 +135,7 @@ std::shared_ptr<cuda::DomainCollectives> make(Bootstrap& bootstrap, const Shape&
   part.finish({}, config.deadline, {});
   return std::make_shared<cuda::DomainCollectives>(cuda::DomainCollectivesParts{
       config, inside.domains, rails.all, rails.rail,
-      std::make_unique<HostGpus>(gpus, shape.room, cuda::rails_of(inside.domains), sums),
+      std::make_unique<HostGpus>(gpus, shape.room, inside.domains.full_rails(), sums),
       std::move(rails.thread)});
 }
 
@@ -318,7 +318,7 @@ TEST_P(DomainCollectivesTest, SumsCrossInCodes) {
       for (std::size_t i = 0; i < every.size(); ++i) ASSERT_EQ(every[i], x[i % x.size()]);
     }
     const bool rides = all.compression().calls > 0;
-    EXPECT_EQ(rides, domains().index(all.rank()) < cuda::rails_of(domains()));
+    EXPECT_EQ(rides, domains().index(all.rank()) < domains().full_rails());
   });
 }
 

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "api/domain_bootstrap.hpp"
-#include "cuda/collectives/domains.hpp"
 #include "host/collectives/engine.hpp"
 
 namespace ferry {
@@ -39,9 +38,9 @@ cuda::CollectiveWires make_rails(Bootstrap& bootstrap, const GroupConfig& config
   made.all = host::make_host_collectives(bootstrap, crossing, domains,
                                          make_wires(bootstrap, config, inside));
   const int place = domains.index(bootstrap.rank());
-  const bool rides = place < cuda::rails_of(domains);
-  DomainBootstrap part(
-      bootstrap, rides ? cuda::rail_ranks(domains, place) : std::vector<int>{bootstrap.rank()});
+  const bool rides = place < domains.full_rails();
+  DomainBootstrap part(bootstrap,
+                       rides ? domains.on_rail(place) : std::vector<int>{bootstrap.rank()});
   std::optional<Error> failed;
   try {
     if (rides) {

@@ -41,6 +41,19 @@ Domains Domains::among(const std::vector<int>& ranks) const {
   return {domain_of_, ranks};
 }
 
+int Domains::full_rails() const {
+  std::size_t fewest = members(0).size();
+  for (const std::vector<int>& all : members_) fewest = std::min(fewest, all.size());
+  return static_cast<int>(fewest);
+}
+
+std::vector<int> Domains::on_rail(int index) const {
+  std::vector<int> all;
+  for (int domain = 0; domain < count(); ++domain)
+    all.push_back(rail(members(0)[static_cast<std::size_t>(index)], domain));
+  return all;
+}
+
 std::vector<int> Domains::feeders(int rank) const {
   std::vector<int> all;
   for (int domain = 0; domain < count(); ++domain) {

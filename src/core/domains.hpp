@@ -41,6 +41,10 @@ class Domains {
     const std::vector<int>& all = members(domain);
     return all[static_cast<std::size_t>(index(rank)) % all.size()];
   }
+  /// How many ranks the smallest domain has: so many rails have a rank of their own in each domain.
+  int full_rails() const;
+  /// The ranks of rail `index` < full_rails(), one of each domain, in the order of the domains.
+  std::vector<int> on_rail(int index) const;
   /// The ranks of other domains whose rail in the domain of `rank` is `rank`, ascending.
   std::vector<int> feeders(int rank) const;
 

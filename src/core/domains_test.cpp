@@ -28,6 +28,15 @@ TEST(Domains, LabelsInAnyOrder) {
   EXPECT_EQ(hosts.members(2), (std::vector<int>{3}));
 }
 
+TEST(Domains, AsManyRailsAreFullAsTheSmallestDomainHasRanks) {
+  const Domains unequal({0, 1, 0, 1, 0});
+  EXPECT_EQ(unequal.full_rails(), 2);
+  EXPECT_EQ(unequal.on_rail(0), (std::vector<int>{0, 1}));
+  EXPECT_EQ(unequal.on_rail(1), (std::vector<int>{2, 3}));
+  EXPECT_EQ(Domains::blocks(5, 2).full_rails(), 1);
+  EXPECT_EQ(Domains::blocks(5, 2).on_rail(0), (std::vector<int>{0, 2, 4}));
+}
+
 TEST(Domains, RailsMeetWhereADomainHasFewerRanks) {
   const Domains uneven({0, 0, 0, 1, 1});
   EXPECT_EQ(uneven.rail(0, 1), 3);

@@ -96,7 +96,7 @@ std::shared_ptr<CollectivesEngine> make_cuda_domain_collectives(Bootstrap& boots
                                                                 CollectiveWires wires,
                                                                 const DomainWires& inside) {
   const int sharing = ranks_on_gpu(bootstrap, config);
-  const int rails = rails_of(domains);
+  const int rails = domains.full_rails();
   std::optional<Error> failed;
   std::shared_ptr<CollectivesEngine> made;
   try {

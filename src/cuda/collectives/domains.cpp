@@ -49,11 +49,11 @@ class Released {
 }  // namespace
 
 DomainCollectives::DomainCollectives(DomainCollectivesParts parts)
-    : parts_(std::move(parts)), rails_(rails_of(parts_.domains)) {
+    : parts_(std::move(parts)), rails_(parts_.domains.full_rails()) {
   for (int d = 0; d < domains(); ++d) {
     largest_domain_ = std::max(largest_domain_, std::ssize(parts_.domains.members(d)));
   }
-  if (place() < rails_) rail_ = rail_ranks(parts_.domains, place());
+  if (place() < rails_) rail_ = parts_.domains.on_rail(place());
 }
 
 DomainCollectives::~DomainCollectives() {

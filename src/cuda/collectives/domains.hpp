@@ -35,11 +35,6 @@ struct DomainCollectivesParts {
   Stream thread{std::shared_ptr<Stream::Queue>()};  ///< of nobody else
 };
 
-/// Ranks of domain 0, 1, … on the rail of this index.
-std::vector<int> rail_ranks(const Domains& domains, int rail);
-/// How many rails there are.
-int rails_of(const Domains& domains);
-
 class DomainCollectives final : public CollectivesEngine, public Engine {
  public:
   explicit DomainCollectives(DomainCollectivesParts parts);
