@@ -235,7 +235,6 @@ def run_rank(args: argparse.Namespace, rank: Rank, others: dict[str, str], **fac
         facts = facts | {
             "machine": platform.processor() or platform.machine(),
             "cores": len(rank.cores),
-            "pinned": args.pin,
             "ranks": args.ranks,
             "rounds": args.rounds,
             "results": results,
@@ -247,6 +246,6 @@ def run_rank(args: argparse.Namespace, rank: Rank, others: dict[str, str], **fac
 if __name__ == "__main__":
     parsed = arguments()
     if "FERRY_BENCH_RANKS" in os.environ:
-        run_rank(parsed, Rank(parsed), {"gloo": "cpu_us", "mpi": "cpu_us"})
+        run_rank(parsed, Rank(parsed), {"gloo": "cpu_us", "mpi": "cpu_us"}, pinned=parsed.pin)
     else:
         sys.exit(launch(parsed))

@@ -37,7 +37,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sms", type=int, nargs="*", default=[0], help="of Ferry; 0: its default")
     parser.add_argument("--domain-size", type=int, default=0, help="GPUs of a domain; 0: all")
     job.add_outputs(parser)
-    parser.set_defaults(pin=False)  # collectives.py reads it
     return parser.parse_args()
 
 

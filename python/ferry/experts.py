@@ -103,6 +103,20 @@ class ExpertPlacement:
         )
 
 
+def checked_sizes(
+    name: str, experts: int, ranks: int, slots: int, domain_size: int, copy_rows: int, max_rows: int
+) -> tuple[int, int, int, int, int, int]:
+    """What a balancer of this name is made of, as integers."""
+    return (
+        integer(f"{name}: experts", experts, 1, INT32_MAX),
+        integer(f"{name}: ranks", ranks, 1, INT32_MAX),
+        integer(f"{name}: slots", slots, 1, INT32_MAX),
+        integer(f"{name}: domain_size", domain_size, 0, INT32_MAX),
+        integer(f"{name}: copy_rows", copy_rows, 0, INT32_MAX),
+        integer(f"{name}: max_rows", max_rows, 0),
+    )
+
+
 class BatchBalancer:
     """Copies of busy experts, planned anew for each batch, so that all ranks work on as many rows.
 
@@ -146,14 +160,8 @@ class BatchBalancer:
         copy_rows: int = 0,
         max_rows: int = 0,
     ) -> None:
-        self._raw = _ferry.BatchBalancer(
-            integer("BatchBalancer: experts", experts, 1, INT32_MAX),
-            integer("BatchBalancer: ranks", ranks, 1, INT32_MAX),
-            integer("BatchBalancer: slots", slots, 1, INT32_MAX),
-            integer("BatchBalancer: domain_size", domain_size, 0, INT32_MAX),
-            integer("BatchBalancer: copy_rows", copy_rows, 0, INT32_MAX),
-            integer("BatchBalancer: max_rows", max_rows, 0),
-        )
+        sizes = (experts, ranks, slots, domain_size, copy_rows, max_rows)
+        self._raw = _ferry.BatchBalancer(*checked_sizes("BatchBalancer", *sizes))
 
     @property
     def experts(self) -> int:

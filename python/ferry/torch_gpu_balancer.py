@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ferry import _ferry
-from ferry.arguments import INT32_MAX, flag, instance, integer
+from ferry.arguments import flag, instance, integer
 from ferry.errors import UnsupportedError
+from ferry.experts import checked_sizes
 from ferry.streams import Streams, chosen_gpu
 from ferry.tensors import dense, view
 
@@ -36,17 +37,9 @@ class GpuBalancer:
         max_rows: int = 0,
         device: Any = None,
     ) -> None:
-        sizes = (
-            integer("GpuBalancer: experts", experts, 1, INT32_MAX),
-            integer("GpuBalancer: ranks", ranks, 1, INT32_MAX),
-            integer("GpuBalancer: slots", slots, 1, INT32_MAX),
-        )
-        rest = (
-            integer("GpuBalancer: domain_size", domain_size, 0, INT32_MAX),
-            integer("GpuBalancer: copy_rows", copy_rows, 0, INT32_MAX),
-            integer("GpuBalancer: max_rows", max_rows, 0),
-        )
-        needed = _ferry.GpuBalancer.memory_bytes(*sizes)
+        given = (experts, ranks, slots, domain_size, copy_rows, max_rows)
+        sizes = checked_sizes("GpuBalancer", *given)
+        needed = _ferry.GpuBalancer.memory_bytes(*sizes[:3])
         if not _ferry.has_cuda:
             raise UnsupportedError(
                 "GpuBalancer: this build of Ferry has the host engine only; expected a build with "
@@ -59,7 +52,7 @@ class GpuBalancer:
         place = self._streams.place("GpuBalancer", None, self._memory)
         memory, _ = view("GpuBalancer: memory", self._memory, writable=True, place=place)
         assert place.stream is not None
-        self._raw = _ferry.GpuBalancer(*sizes, *rest, memory, place.stream)
+        self._raw = _ferry.GpuBalancer(*sizes, memory, place.stream)
         self._offsets = self._raw.offsets(self._memory.data_ptr())
 
     @property

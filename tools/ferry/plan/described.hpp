@@ -46,7 +46,8 @@ class Described {
 /// Which end of the errors of the values.
 enum class End { likely, fast, slow };
 
-/// In latency mode so few tokens of a rank cross otherwise, and sooner (`few_latency_us`).
+/// In latency mode at most so many tokens of a rank cross as LL (kLLTokens of the kernels), whose
+/// latency is less (`few_latency_us`).
 inline constexpr double kFewTokens = 8;
 
 /// What a cluster can do in an operation ("dispatch", "latency_combine", …), rows copied by so many
