@@ -177,7 +177,17 @@ void bind_results(nb::module_& m) {
                      if (!r->plan) return std::nullopt;
                      return HeldPlan(r->plan);
                    })
-      .def_prop_ro("event", [](const HeldReceived& r) { return HeldEvent(r->event); });
+      .def_prop_ro("event", [](const HeldReceived& r) { return HeldEvent(r->event); })
+      .def(
+          "origins",
+          [](const HeldReceived& r, bool ids) {
+            Received kept;
+            if (ids) kept.topk_idx = r->topk_idx;
+            kept.source_token = r->source_token;
+            kept.slot_rows = r->slot_rows;
+            return HeldReceived(std::move(kept));
+          },
+          "Only source_token, slot_rows and, if asked for, topk_idx: it keeps no other memory.");
   nb::class_<HeldCombined>(m, "Combined")
       .def_prop_ro("x", [](const HeldCombined& r) { return to_python(r->x); })
       .def_prop_ro("topk_weights", [](const HeldCombined& r) { return to_python(r->topk_weights); })

@@ -26,11 +26,13 @@ class Arrived:
     """What a dispatch of Ferry's says of the rows that it brought: tensors of torch once somebody
     looks, only to be read."""
 
-    def __init__(self, raw: Any, plan: ferry.Plan, expanded: bool, on_gpu: bool) -> None:
-        """In CPU memory the plan has the ids; those of the result are the caller's."""
-        self._ids = raw.topk_idx if on_gpu else plan
-        self._slots = raw.slot_rows if expanded else None
-        self._source_token = raw.source_token
+    def __init__(self, origins: Any, plan: ferry.Plan) -> None:
+        """Without ids in the origins the plan has them: in CPU memory those of the result are the
+        caller's."""
+        ids = origins.topk_idx
+        self._ids = plan if ids is None else ids
+        self._slots = origins.slot_rows
+        self._source_token = origins.source_token
 
     @cached_property
     def topk_idx(self) -> Tensor:
@@ -88,7 +90,7 @@ class EPHandle:
     token_metadata_at_forward: Tensor | None = None
     channel_linked_list: Tensor | None = None
     cached_recv_src_metadata_before_sort: Tensor | None = None
-    arrived: Arrived
+    _origins: Any  # of Ferry's result
     _exchange: Exchange
     _ready: EventHandle | None = None
 
@@ -120,13 +122,17 @@ class EPHandle:
             self._exchange, self.arrived, self._ready = origin
 
     @classmethod
-    def of(cls, exchange: Exchange, settings: dict[str, Any], arrived: Arrived) -> EPHandle:
+    def of(cls, exchange: Exchange, settings: dict[str, Any], origins: Any) -> EPHandle:
         """settings: the first six fields, which are the handle's from here on; without topk_idx the
         plan's own show it. What has arrived must be ready on the current stream."""
         self = cls.__new__(cls)
         fields = self.__dict__ = settings
-        fields["_exchange"], fields["arrived"] = exchange, arrived
+        fields["_exchange"], fields["_origins"] = exchange, origins
         return self
+
+    @cached_property
+    def arrived(self) -> Arrived:
+        return Arrived(self._origins, self._exchange.plan)
 
     def after(self, event: EventHandle | None) -> None:
         """What the fields are made of is there when this event is."""

@@ -13,7 +13,7 @@ from deep_ep import arguments
 from deep_ep.borrowed import tensor_of
 from deep_ep.buffers.base import Communicating, Regroups
 from deep_ep.call import Call, column_major, with_scales
-from deep_ep.ep_handle import Arrived, EPHandle, exchange_of, worst_rows
+from deep_ep.ep_handle import EPHandle, exchange_of, worst_rows
 from deep_ep.errors import refuse, require, require_flags, require_integer, require_seconds
 from deep_ep.gradients import without_gradients
 from deep_ep.handles import Exchange
@@ -71,8 +71,8 @@ _MODES = (
     "allow_multiple_reduction",
     "prefer_overlap_with_compute",
 )
-_PLAIN = {int, type(None)}
 _FLAGS = {bool, type(None)}
+_PLAIN = {int, *_FLAGS}
 
 
 class Routes(NamedTuple):
@@ -90,6 +90,11 @@ class Routes(NamedTuple):
     do_expand: bool
     do_zero_padding: bool
     col_major_scales: bool
+
+
+def routes_of(*said: Any) -> Routes:
+    """As Routes(...), which takes twice as long."""
+    return tuple.__new__(Routes, said)
 
 
 class Experts(Regroups, Communicating):
@@ -232,14 +237,12 @@ class Experts(Regroups, Communicating):
         rows, scales = arguments.rows_and_scales(call, x) if isinstance(x, tuple) else (x, None)
         arguments.check_rows(call, "x", rows)
         carried = None if scales is None else arguments.carried_scales(call, rows, scales)
-        if not _FLAGS.issuperset(map(type, routes[7:])):
-            require_flags(call, **dict(zip(Routes._fields[7:], routes[7:])))
-        if routes.do_zero_padding and not routes.do_expand:
-            refuse(call, "do_zero_padding", True, "do_expand=True beside it")
         cached = routes.handle
         if cached is None:
-            settings = self._settings(routes, rows, num_sms)
+            settings = self._settings(routes, rows, num_sms, num_qps)
         else:
+            _check_flags(routes)
+            self._check_qps(call, num_qps)
             exchange = exchange_of(call, cached)
             _check_cached(routes, cached, rows)
             settings = cached.__dict__
@@ -253,7 +256,6 @@ class Experts(Regroups, Communicating):
                 good = False
             if not good:
                 arguments.check_weights(call, weights, *shape)
-        self._check_qps(call, num_qps)
         turn = self._turn(call, when, rows)
         sent = arguments.carried_rows(rows)
         if cached is None:
@@ -268,7 +270,7 @@ class Experts(Regroups, Communicating):
         x = with_scales(received, rows.dtype, scales)
         return self._received(turn, received, cached, routes, x)
 
-    def _settings(self, routes: Routes, rows: Tensor, num_sms: int) -> dict[str, Any]:
+    def _settings(self, routes: Routes, rows: Tensor, num_sms: int, num_qps: int) -> dict[str, Any]:
         """The handle's fields that the arguments say."""
         call, ids = "dispatch", routes.topk_idx
         if type(ids) is not Tensor or ids.dtype not in _IDS or ids.dim() != 2:
@@ -280,19 +282,25 @@ class Experts(Regroups, Communicating):
         most = routes.num_max_tokens_per_rank
         if most is None:
             most = self.num_max_tokens_per_rank
-        said = (routes.num_experts, most, routes.expert_alignment, num_sms)
-        if not _PLAIN.issuperset(map(type, said)):  # True is 1, and the number of a tensor changes
-            said = tuple(self._checked(*said).values())
-        key = (said, bool(routes.do_expand), topk, ids.dtype)
-        found = self._known.get(key)
+        said = (routes.num_experts, most, routes.expert_alignment, num_sms, num_qps, *routes[7:])
+        # True is 1: what is known is so by its types, too.
+        key = (said, topk, ids.dtype, *map(type, said))
+        try:
+            found = self._known.get(key)
+        except TypeError:  # something that has no hash
+            found = None
         if found is None:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            found = self._known[key] = self._checked(*said)
+            found = self._checked(*said[:4])
+            _check_flags(routes)
+            self._check_qps(call, num_qps)
             found["do_expand"], found["ids_dtype"] = bool(routes.do_expand), ids.dtype
             found["num_sms"] = found["num_sms"] or self._sms_of(
                 found["num_experts"], min(topk, found["num_experts"])
             )
+            if _PLAIN.issuperset(map(type, said)):  # the number of a tensor changes
+                if len(self._known) >= _MOST_KNOWN:
+                    self._known.clear()
+                self._known[key] = found
         if found["num_max_tokens_per_rank"] < tokens:
             expected = f"at least {tokens}, the tokens of this rank"
             refuse(call, "num_max_tokens_per_rank", most, expected)
@@ -339,19 +347,17 @@ class Experts(Regroups, Communicating):
             received = group._dispatch_checked(
                 sent, None, ids, weights, carried, layout, turn.stream, settings["num_sms"]
             )
-        on_gpu, plan = sent.is_cuda, received.plan
-        assert plan is not None
+        on_gpu, raw = sent.is_cuda, received.raw
         captured = on_gpu and torch.cuda.is_current_stream_capturing()
         x = with_scales(received, dtype, scales)
         rows = (x[0] if isinstance(x, tuple) else x).shape[0]
-        exchange = Exchange(group, plan, 0, rows, worst_case=not exact, captured=captured)
+        exchange = Exchange(group, raw.plan, 0, rows, not exact, None, captured)
         if not routes.do_handle_copy:
             settings["topk_idx"] = ids
         elif on_gpu:  # in CPU memory the plan has them
             with turn.context(ids):
                 settings["topk_idx"] = ids.clone()
-        arrived = Arrived(received.raw, plan, routes.do_expand, on_gpu)
-        handle = EPHandle.of(exchange, settings, arrived)
+        handle = EPHandle.of(exchange, settings, raw.origins(on_gpu))
         return self._received(turn, received, handle, routes, x)
 
     def _received(self, turn: Turn, received: Any, handle: EPHandle, routes: Routes, x: Any) -> Any:
@@ -466,6 +472,13 @@ class Experts(Regroups, Communicating):
         expected = f"0 to {most}, num_allocated_qps"
         qps = require_integer(call, "num_qps", num_qps, 0, expected)
         require(qps <= most, call, "num_qps", qps, expected)
+
+
+def _check_flags(routes: Routes) -> None:
+    if not _FLAGS.issuperset(map(type, routes[7:])):
+        require_flags("dispatch", **dict(zip(Routes._fields[7:], routes[7:])))
+    if routes.do_zero_padding and not routes.do_expand:
+        refuse("dispatch", "do_zero_padding", True, "do_expand=True beside it")
 
 
 def _check_cached(routes: Routes, handle: EPHandle, rows: Tensor) -> None:

@@ -40,7 +40,6 @@ class Exchange:
         plan: ferry.Plan,
         channels: int,
         rows: int,
-        *,
         worst_case: bool,
         sums: int | None = None,
         captured: bool = False,

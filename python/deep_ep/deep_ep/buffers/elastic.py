@@ -10,7 +10,7 @@ from deep_ep.engram import EngramCalls
 from deep_ep.ep_handle import EPHandle
 from deep_ep.errors import require_flags, require_integer
 from deep_ep.event import EventOverlap
-from deep_ep.experts import Experts, Routes, when_of
+from deep_ep.experts import Experts, routes_of, when_of
 from deep_ep.gathering import Gathering
 from deep_ep.pipeline import PipelineCalls
 
@@ -150,7 +150,7 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering, EngramCalls):
         Returns recv_x, recv_topk_idx in local ids (None with do_expand), recv_topk_weights or None,
         the handle and the event. Rows come in ascending source rank, then token.
         """
-        routes = Routes(
+        routes = routes_of(
             topk_idx,
             topk_weights,
             cumulative_local_expert_recv_stats,

@@ -13,7 +13,7 @@ from deep_ep.buffers.allocator import BufferAllocator, planned_bytes
 from deep_ep.ep_handle import EPHandle
 from deep_ep.errors import require, require_flags, require_only_context
 from deep_ep.event import EventOverlap
-from deep_ep.experts import Experts, Routes, when_of
+from deep_ep.experts import Experts, routes_of, when_of
 from deep_ep.sizes import SIZE_STEP
 
 __all__ = ["EPBuffer", "EPHandle"]
@@ -141,7 +141,7 @@ class EPBuffer(Experts, Balancing):
             require(not do_handle_copy, call, "do_handle_copy", True, "False: nothing is copied")
         if defer_epilogue is not False:
             _check_deferred(call, defer_epilogue, async_with_compute_stream)
-        routes = Routes(
+        routes = routes_of(
             topk_idx,
             topk_weights,
             cumulative_local_expert_recv_stats,
