@@ -381,18 +381,22 @@ class Collectives:
     def send(
         self, x: Any, peer: int, tag: int = 0, *, dtype: Any = None, stream: Any = None
     ) -> _ferry.Event:
-        """Between two ranks: x, of any dtype and in CPU memory, goes to rank `peer`, which receives
-        it into an array of as many bytes. Ends when the peer has asked for it. Transfers of two
+        """Between two ranks: x, of any dtype, goes to rank `peer`, which receives it into an array
+        of as many bytes. Ends when the peer has asked for it. Transfers of two
         ranks match by tag, in the order in which they begin: on one stream, or without, that of
         the calls; on several streams give them tags of their own. Where sizes differ, both raise
         `MismatchError`.
 
         On a stream, transfers that follow each other are under way together: two ranks may each
         send before they receive. Other work of the stream waits for them.
+
+        On GPUs of one domain each waits for those before it on its stream: of two ranks that send
+        to each other one receives first, or on another stream. Not in graphs. What is not of
+        `empty` is copied once.
         """
         place = self._streams.place("send", stream, x)
         raw = _view("send: x", x, dtype, place)
-        return self._raw.send(raw, *self._peer("send", peer, tag), place.stream)
+        return _finished(place, self._raw.send(raw, *self._peer("send", peer, tag), place.stream))
 
     def recv(
         self, x: Any, peer: int, tag: int = 0, *, dtype: Any = None, stream: Any = None
@@ -400,7 +404,7 @@ class Collectives:
         """The other side of `send`: overwrites x with what rank `peer` sends."""
         place = self._streams.place("recv", stream, x)
         raw = _view("recv: x", x, dtype, place, True)
-        return self._raw.recv(raw, *self._peer("recv", peer, tag), place.stream)
+        return _finished(place, self._raw.recv(raw, *self._peer("recv", peer, tag), place.stream))
 
     def window(self, rows: int, columns: int, dtype: Any = "f32", like: Any = None) -> Window:
         """Collective. Rows of this rank in registered memory that other ranks read by themselves;

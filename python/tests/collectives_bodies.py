@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import ferry
@@ -149,6 +150,33 @@ def refusals(all_: ferry.Collectives, device: str) -> None:
         else:
             raise AssertionError("other sizes were taken")
     everything(all_, device)
+
+
+def transfers(all_: ferry.Collectives, device: str) -> None:
+    """From rank to rank, in ordinary and registered memory, beside a call of all ranks."""
+    rank, size = all_.rank, all_.size
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for count in (0, 3, 100_000):
+        registered = all_.empty((max(1, count),), torch.int64, like="torch")[:count]
+        for x in (torch.empty(count, dtype=torch.int64, device=device), registered):
+            x.fill_(rank)
+            got = torch.full_like(x, -1)
+            if rank % 2 == 0:
+                all_.send(x, after, tag=count)
+                x.fill_(-1)  # behind it on the stream
+            all_.recv(got, before, tag=count)
+            if rank % 2 != 0:
+                all_.send(x, after, tag=count)
+            assert (got == before).all()
+            total = torch.ones(5, device=device)
+            all_.all_reduce(total)
+            assert (total == size).all()
+    if rank < 2:
+        words = r"rank 0 sends 20 bytes to rank 1 \(tag 4\), which expects 16 bytes"
+        with pytest.raises(ferry.MismatchError, match=words):
+            wrong = torch.ones(5 - rank, device=device)
+            event = all_.send(wrong, 1, 4) if rank == 0 else all_.recv(wrong, 0, 4)
+            event.wait()
 
 
 ALL = (everything, options, on_streams, in_a_graph, refusals)

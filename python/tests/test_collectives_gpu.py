@@ -42,6 +42,11 @@ def test_every_call_in_domains(pool: Any, device: str, size: int) -> None:
         pool(device, size).run(bodies.on_streams, domain_size=1)
 
 
+@pytest.mark.parametrize(("device", "size"), [pytest.param("cpu", 2, id="cpu-2"), *ON_GPUS[1:]])
+def test_transfers(pool: Any, device: str, size: int) -> None:
+    pool(device, size).run(bodies.transfers)
+
+
 @pytest.mark.parametrize("body", bodies.ALL[1:], ids=lambda body: body.__name__)
 @pytest.mark.parametrize(("device", "size"), ON_GPUS)
 def test_on_gpus(pool: Any, device: str, size: int, body: Any) -> None:

@@ -217,8 +217,8 @@ class CollectivesEngine {
   [[noreturn]] static void no_transfers(const char* call) {
     throw Error(ErrorKind::unsupported,
                 std::string(call) +
-                    ": tensors in GPU memory are not sent between two ranks yet; "
-                    "expected collectives with backend host");
+                    ": tensors in GPU memory are not sent between two ranks of several domains "
+                    "yet; expected collectives of one domain, or with backend host");
   }
 };
 

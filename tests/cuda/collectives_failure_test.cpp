@@ -56,7 +56,8 @@ struct Killed {
   bool registered;
   bool rows = false;  ///< copy_rows, by a table in GPU memory
   int ranks = 3;
-  int domain_size = 0;  ///< 0: one domain
+  int domain_size = 0;     ///< 0: one domain
+  bool transfers = false;  ///< send and recv, from rank to rank
 };
 class CollectivesKillTest : public ::testing::TestWithParam<Killed> {};
 INSTANTIATE_TEST_SUITE_P(Calls, CollectivesKillTest,
@@ -64,6 +65,7 @@ INSTANTIATE_TEST_SUITE_P(Calls, CollectivesKillTest,
                                            Killed{"Staged", 4'000'000, false},
                                            Killed{"Direct", 4'000'000, true},
                                            Killed{"Rows", 4'000'000, true, true},
+                                           Killed{"Transfers", 4'000'000, false, false, 3, 0, true},
                                            Killed{"SmallInDomains", 1000, false, false, 4, 2},
                                            Killed{"InDomains", 4'000'000, true, false, 4, 2},
                                            Killed{"InDomainsOfOne", 4'000'000, true, false, 3, 1}),
@@ -88,7 +90,14 @@ TEST_P(CollectivesKillTest, SurvivorsNameTheDead) {
     const Buffer table(4 * 3 * 2);  // [3 ranks, 2 slots], all of row 0 of rank 0
     need(cudaMemset(table.data(), 0, 4 * 3 * 2), "cudaMemset");
     const Device gpu{DeviceKind::cuda, device};
+    const auto pass_on = [&] {
+      const int after = (all.rank() + 1) % all.size();
+      if (all.rank() != 0) (void)all.recv(x, (all.rank() + all.size() - 1) % all.size());
+      (void)all.send(x, after);
+      return all.rank() == 0 ? all.recv(x, all.size() - 1) : Event();
+    };
     const auto run = [&] {
+      if (GetParam().transfers) return pass_on();
       if (!GetParam().rows) return all.all_reduce(x, {.op = ReduceOp::max});
       return all.copy_rows(ConstTensorView(ordinary.data(), Dtype::f32, {2, count / 2}, gpu),
                            TensorView(data, Dtype::f32, {2, count / 2}, gpu),

@@ -61,6 +61,7 @@ CudaCollectives::CudaCollectives(std::shared_ptr<CudaEngine> engine, const fabri
       most_blocks_(std::clamp(most_blocks, 1, static_cast<int>(layout_.round_bytes / kInboxUnit))) {
   const auto ranks = static_cast<std::size_t>(engine_->size());
   constexpr std::size_t kCalls = 16;  // on their way; more come when they are needed
+  offers_.resize(ranks);
   counts_ = PinnedPool::make(3 * 2 * ranks * sizeof(std::int64_t), kCalls);
 }
 

@@ -42,6 +42,10 @@ class CudaCollectives final : public CollectivesEngine {
   Event gather_shares(const void* own, std::int64_t bytes, std::int64_t share, void* out,
                       const CollectiveOptions& options);
 
+  Event send(const ConstTensorView& x, int peer, int tag,
+             const CollectiveOptions& options) override;
+  Event recv(const TensorView& x, int peer, int tag, const CollectiveOptions& options) override;
+
   using CollectivesEngine::move_rows;
   Event move_rows(const ConstTensorView& x, const TensorView& out, const GpuRowTable& table,
                   const CollectiveOptions& options) override;
@@ -66,6 +70,10 @@ class CudaCollectives final : public CollectivesEngine {
   /// `largest`: bytes of a piece; 0 with counts, of which no rank knows the largest.
   Event run(CollectiveParameters& parameters, std::int64_t largest, bool one_shot,
             const Stream* stream, std::shared_ptr<std::byte> slot = {});
+  // transfers.cpp
+  CollectivePlace shown(Launch& launch, const void* data, std::int64_t bytes);
+  Event transfer(Stage stage, const ConstTensorView& x, int peer, int tag,
+                 const CollectiveOptions& options);
   bool is_small(std::int64_t bytes) const {
     return bytes <= static_cast<std::int64_t>(layout_.one_shot_bytes);
   }
@@ -75,6 +83,7 @@ class CudaCollectives final : public CollectivesEngine {
   std::uint32_t segment_;
   int most_blocks_;
   std::shared_ptr<PinnedPool> counts_;
+  std::vector<std::uint64_t> offers_;  ///< to each rank, so far
 };
 
 }  // namespace ferry::cuda

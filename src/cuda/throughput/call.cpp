@@ -47,13 +47,14 @@ GpuEvent CallRecord::end(EventPool& events) {
   return marked();
 }
 
-Launch::Launch(CudaEngine& engine, const char* call, const Stream* stream)
+Launch::Launch(CudaEngine& engine, const char* call, const Stream* stream, int transfer_with)
     : engine_(engine),
       turn_(engine.turn_, std::defer_lock),
       record_(std::make_shared<CallRecord>()),
       blocking_(stream == nullptr) {
   constexpr auto kPollPeriod = std::chrono::milliseconds(40);
   record_->call = call;
+  record_->transfer_with = transfer_with;
   engine_.check_usable(call);
   while (!turn_.try_lock_for(kPollPeriod)) {
     engine_.check_usable(call);
@@ -69,7 +70,7 @@ Launch::Launch(CudaEngine& engine, const char* call, const Stream* stream)
   record_->slot = engine_.failures_->take();
   record_->failure = &record_->pinned().failure;
   record_->epoch = engine_.epoch_end_;
-  order_after_last();
+  if (!is_beside()) order_after_last();
 }
 
 Launch::Launch(Launch& before, const char* call)
@@ -229,8 +230,10 @@ Event Launch::finish() {
     end_turn();
     return {};
   }
-  engine_.last_ = record_;
-  engine_.last_stream_ = stream_id_;
+  if (!is_beside()) {
+    engine_.last_ = record_;
+    engine_.last_stream_ = stream_id_;
+  }
   auto state = std::make_shared<CallEvent>(engine_.weak_from_this(), record_, engine_.words_,
                                            engine_.device().index);
   if (record_->asker.expired()) record_->asker = state;  // a plan's is the plan
@@ -271,8 +274,10 @@ void Launch::give_up_end() {
     const GpuEvent event = engine_.gpu().events()->record(stream_);
     if (!event) return;  // the GPU is going away
     record_->ends_at(event);
-    engine_.last_ = record_;
-    engine_.last_stream_ = stream_id_;
+    if (!is_beside()) {
+      engine_.last_ = record_;
+      engine_.last_stream_ = stream_id_;
+    }
     std::scoped_lock lock(engine_.flight_mutex_);
     engine_.in_flight_.push_back({record_, std::move(kept_)});
   } catch (...) {  // no memory is left

@@ -69,6 +69,7 @@ struct CallRecord final : Use {
   std::function<Error(const Error&)> told_outside{};
   std::function<void()> on_failure{};   ///< once, when the failure is seen
   std::function<void()> on_wait{};      ///< when somebody has waited for the end; may throw
+  int transfer_with = -1;               ///< of send and recv: the peer
   std::uint64_t told_replay = 0;        ///< captured: generation of the last refusal told of
   std::atomic<bool> told{false};        ///< somebody has seen how it ended
   std::atomic<bool> ended_well{false};  ///< seen to have ended before any fatal failure
@@ -124,8 +125,9 @@ struct CallRecord final : Use {
 /// one before, whatever streams they are on.
 class Launch {
  public:
-  /// `stream` null: the group's own, and the call returns when it has ended.
-  Launch(CudaEngine& engine, const char* call, const Stream* stream);
+  /// `stream` null: the group's own, and the call returns when it has ended. `transfer_with`: the
+  /// peer of a call of two ranks, which has no place in the order of calls.
+  Launch(CudaEngine& engine, const char* call, const Stream* stream, int transfer_with = -1);
   /// Comes directly behind `before`, which is still being made: on its stream, in its turn.
   Launch(Launch& before, const char* call);
   ~Launch();
@@ -164,12 +166,15 @@ class Launch {
   std::uint64_t number() const { return number_; }
   /// The same for a call that has a generation of its own (latency mode).
   void enter_apart(const CallSignature& signature);
+  /// The same of a call of two ranks.
+  void enter_beside() { entered_ = true; }
   /// Fails the group when a kernel could not be launched.
   void run(cudaError_t result, const char* kernel);
   /// All kernels are launched. The event of the call; other calls may be made now.
   Event finish();
 
  private:
+  bool is_beside() const { return record_->transfer_with >= 0; }
   void order_after_last();
   void end_turn();
   void give_up_end();

@@ -191,6 +191,9 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   std::uint64_t ended_calls();
   /// Whether the call that runs on the GPU now still needs something from this peer.
   bool awaits(int peer);
+  /// Whether a send or a recv is under way. −1: with any rank.
+  bool has_transfer(int peer = -1);
+  bool transfers_with(int peer);
   void read_control(std::byte* to, std::size_t offset, std::size_t bytes);
   void wait_aux(std::chrono::nanoseconds most);
 

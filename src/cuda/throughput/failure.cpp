@@ -119,8 +119,26 @@ Error lost_route(const CudaEngine& engine, const CallRecord& record, const Failu
                context);
 }
 
+bool is_transfer(Stage stage) {
+  return stage == Stage::send || stage == Stage::recv;
+}
+
+/// Of send and recv: both know it.
+Error bytes_refusal(const Failure& failure, int self) {
+  const char* call = stage_name(failure.stage);
+  const bool sends = failure.stage == Stage::send;
+  const std::string own = "rank " + to_string(self), peer = "rank " + to_string(failure.peer);
+  return Error(ErrorKind::mismatch,
+               own + ": " + call + ": " + (sends ? own : peer) + " sends " +
+                   to_string(failure.seen) + " bytes to " + (sends ? peer : own) + " (tag " +
+                   to_string(failure.detail) + "), which expects " + to_string(failure.expected) +
+                   " bytes; nothing was received",
+               {self, failure.peer, call, failure.written, failure.expected, failure.seen});
+}
+
 /// Counts of all_to_all that do not fit together: every rank knows all.
 Error counts_refusal(const Failure& failure, int self) {
+  if (is_transfer(failure.stage)) return bytes_refusal(failure, self);
   const auto target = static_cast<int>(failure.detail);
   return Error(
       ErrorKind::mismatch,
@@ -128,6 +146,14 @@ Error counts_refusal(const Failure& failure, int self) {
           " elements to rank " + to_string(target) + ", which expects " +
           to_string(failure.expected),
       {self, failure.peer == self ? target : failure.peer, "all_to_all", failure.written, 0, 0});
+}
+
+Error late_transfer(CudaEngine& engine, const Failure& failure) {
+  const std::string what = std::string(failure.stage == Stage::send ? "receive " : "send ") +
+                           to_string(failure.expected) + " bytes (tag " +
+                           to_string(failure.detail) + ")";
+  return engine.channel().late_transfer(stage_name(failure.stage), failure.peer, what,
+                                        engine.config().deadline);
 }
 
 }  // namespace
@@ -155,6 +181,8 @@ const char* stage_name(Stage stage) {
     case Stage::all_to_all: return "all_to_all";
     case Stage::copy_rows: return "copy_rows";
     case Stage::add_rows: return "add_rows";
+    case Stage::send: return "send";
+    case Stage::recv: return "recv";
     case Stage::none: break;
   }
   return "exchange";
@@ -282,7 +310,9 @@ Error FatalFailure::error(CudaEngine& engine) {
   if (is_beyond(engine, failure) && error_) return *error_;
   switch (failure.reason) {
     case Reason::deadline:
-      error_ = channel.late(stage, failure.peer, failure.expected, failure.seen);
+      error_ = is_transfer(failure.stage)
+                   ? late_transfer(engine, failure)
+                   : channel.late(stage, failure.peer, failure.expected, failure.seen);
       break;
     case Reason::violation:
       try {

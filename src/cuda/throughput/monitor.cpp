@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "cuda/kernels/base/group_view.hpp"
@@ -116,6 +117,23 @@ bool CudaEngine::awaits(int peer) {
                      [&](std::uint64_t flag) { return flag < running; });
 }
 
+bool CudaEngine::has_transfer(int peer) {
+  const OnDevice here(device().index);
+  const std::scoped_lock lock(flight_mutex_);
+  return std::any_of(in_flight_.begin(), in_flight_.end(), [&](const Flight& flight) {
+    const int with = flight.record->transfer_with;
+    return with >= 0 && (peer < 0 || with == peer) && !flight.record->has_ended();
+  });
+}
+
+/// Whether a send or a recv needs this peer, which is gone. What it did before comes first.
+bool CudaEngine::transfers_with(int peer) {
+  constexpr auto kGrace = 2ms;  // of a kernel that sees an answer
+  if (!has_transfer(peer)) return false;
+  std::this_thread::sleep_for(kGrace);
+  return has_transfer(peer);
+}
+
 fabric::Segment CudaEngine::add_segment(const char* call, std::size_t bytes) {
   fabric::Segment segment;
   try {
@@ -216,6 +234,8 @@ void CudaEngine::look_after_peers() {
   if (failed) (void)fatal_error();
   if (!channel_.dead() && !channel_.left()) {
     const auto ended_here = [this]() -> std::uint64_t {
+      // Numbers of calls say nothing of a transfer.
+      if (has_transfer()) return engine::Channel::kUnknownEnd;
       try {
         return ended_calls();
       } catch (const Error&) {  // the GPU is busy: ask again at the next poll
@@ -224,7 +244,7 @@ void CudaEngine::look_after_peers() {
     };
     channel_.poll("exchange", ended_here, [this](int peer) {
       try {
-        return awaits(peer);
+        return transfers_with(peer) || awaits(peer);
       } catch (const Error&) {
         return false;
       }

@@ -48,7 +48,7 @@ enum class Reason : std::uint32_t {
   bad_plan,    ///< the plan's own call failed
   stale,       ///< a latency result whose buffers later dispatches used; `detail`: how many
   bad_counts,  ///< of all_to_all: `peer` sends `seen` elements to rank `detail`, which expects
-               ///< `expected`
+               ///< `expected`; of send and recv: `seen` bytes are sent, with `detail` as tag
 };
 
 /// What a rank tells its peers at the entry of a call. It is the message of the call's swap; the
@@ -156,6 +156,8 @@ enum class Stage : std::uint32_t {
   all_to_all,
   copy_rows,
   add_rows,
+  send,
+  recv,
 };
 
 /// Lies in pinned host memory; `written` is stored last.

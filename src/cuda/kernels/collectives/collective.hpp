@@ -41,6 +41,22 @@ inline constexpr int kInboxDepth = 4;
 /// What a block moves in a round is a multiple of this.
 inline constexpr std::size_t kInboxUnit = 512;
 
+/// Offers of a rank to another one that are not answered yet, at most; more wait.
+inline constexpr int kMostOffers = 32;
+/// What a sender writes to the receiver (transfer.hpp); `number` is stored last. 0: none.
+struct TransferOffer {
+  std::uint64_t number;
+  std::uint64_t tag;
+  std::uint64_t bytes;
+  std::uint64_t offset;
+  std::uint64_t segment;
+};
+/// And the receiver to the sender; `number` is stored last.
+struct TransferAnswer {
+  std::uint64_t number;
+  std::uint64_t bytes;  ///< that it expects
+};
+
 /// One rank's segment of collectives, the same layout and number on all ranks; peers write it.
 struct CollectiveLayout {
   std::size_t one_shot = 0;        ///< [2, R, one_shot_slot]: by parity of the generation
@@ -53,6 +69,9 @@ struct CollectiveLayout {
   std::size_t pieces = 0;   ///< [kInboxDepth, R, round_bytes]
   std::size_t results = 0;  ///< the same
   std::size_t round_bytes = 0;
+  std::size_t offers = 0;   ///< TransferOffer [R, kMostOffers], from each rank
+  std::size_t answers = 0;  ///< TransferAnswer [R, kMostOffers], from each rank
+  std::size_t arrived = 0;  ///< u32 [R, kMostOffers]: blocks that have read; 0 between
   std::size_t bytes = 0;
 };
 
@@ -72,6 +91,9 @@ FERRY_FN constexpr CollectiveLayout make_collective_layout(int ranks) {
   layout.one_shot = carver.take(2 * r * layout.one_shot_slot);
   layout.pieces = carver.take(kInboxDepth * r * layout.round_bytes);
   layout.results = carver.take(kInboxDepth * r * layout.round_bytes);
+  layout.offers = carver.take(r * kMostOffers * sizeof(TransferOffer));
+  layout.answers = carver.take(r * kMostOffers * sizeof(TransferAnswer));
+  layout.arrived = carver.take(r * kMostOffers * sizeof(std::uint32_t));
   layout.bytes = round_up(carver.end, 4096);
   return layout;
 }
@@ -146,5 +168,6 @@ cudaError_t load_one_shot_kernels();
 cudaError_t load_large_kernels();
 cudaError_t load_convert_kernels();
 cudaError_t load_rows_kernels();
+cudaError_t load_transfer_kernels();
 
 }  // namespace ferry::cuda
