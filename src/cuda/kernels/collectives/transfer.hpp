@@ -6,7 +6,7 @@
 // numbered from 1 on; the place of offer n is used again by n + kMostOffers, once n is answered:
 // before it answers, the receiver clears the place. Of offers with its tag a receiver takes the one
 // with the lowest number; all its blocks find the same, since a sender makes the next one with this
-// tag, on this stream, when this one is answered.
+// tag, on this stream, when this one is answered. tests/model/transfer_model_test.cpp explores it.
 #pragma once
 #include <cuda_runtime_api.h>
 
