@@ -19,12 +19,12 @@ struct TransferTraits {
   /// that the place was cleared.
   static constexpr order kDescribes = order::release;
   static constexpr order kOffers = order::release;
-  static constexpr order kLooks = order::acquire;
+  static constexpr order kPolls = order::acquire;
   static constexpr order kAnswers = order::release;
   static constexpr order kHears = order::acquire;
   static constexpr order kArrives = order::release;
   static constexpr bool kAwaitsPlace = true;
-  static constexpr bool kLooksTwice = true;
+  static constexpr bool kReadsTwice = true;
   static constexpr bool kClears = true;
   static constexpr bool kAnswersFirst = false;  ///< before the place is cleared
   static constexpr bool kLastAnswers = true;    ///< else the first block
@@ -115,12 +115,12 @@ class Transfers {
     for (;;) {
       const auto another = [&](std::uint64_t seen) { return seen != 0 && seen != passed; };
       WithoutDeadline watch;
-      (void)number.wait_until(another, watch, Traits::kLooks);
-      const std::uint64_t seen = number.load(Traits::kLooks);
+      (void)number.wait_until(another, watch, Traits::kPolls);
+      const std::uint64_t seen = number.load(Traits::kPolls);
       if (seen == 0) continue;
       const std::uint64_t its = word(kReceiver, tag_).load(order::acquire);
       const std::uint64_t which = word(kReceiver, which_).load(order::acquire);
-      if (Traits::kLooksTwice && number.load(order::acquire) != seen) continue;
+      if (Traits::kReadsTwice && number.load(order::acquire) != seen) continue;
       passed = seen;
       if (its != static_cast<std::uint64_t>(tag)) continue;
       if (seen != number_of(tag, which)) world_.explorer().fail("an offer of two halves");
@@ -151,8 +151,8 @@ struct DescribesWithoutFence : TransferTraits {
 struct RelaxedOffer : TransferTraits {
   static constexpr order kOffers = order::relaxed;
 };
-struct RelaxedLook : TransferTraits {
-  static constexpr order kLooks = order::relaxed;
+struct RelaxedPoll : TransferTraits {
+  static constexpr order kPolls = order::relaxed;
 };
 struct RelaxedAnswer : TransferTraits {
   static constexpr order kAnswers = order::relaxed;
@@ -166,8 +166,8 @@ struct RelaxedArrival : TransferTraits {
 struct TakesThePlace : TransferTraits {
   static constexpr bool kAwaitsPlace = false;
 };
-struct LooksOnce : TransferTraits {
-  static constexpr bool kLooksTwice = false;
+struct ReadsOnce : TransferTraits {
+  static constexpr bool kReadsTwice = false;
 };
 struct LeavesTheOffer : TransferTraits {
   static constexpr bool kClears = false;
@@ -187,12 +187,12 @@ Report mutant() {
 TEST(TransferModel, MutantsAreCaught) {
   expect_caught("transfers: described without a fence", mutant<DescribesWithoutFence>());
   expect_caught("transfers: offered relaxed", mutant<RelaxedOffer>());
-  expect_caught("transfers: looked at relaxed", mutant<RelaxedLook>());
+  expect_caught("transfers: polled relaxed", mutant<RelaxedPoll>());
   expect_caught("transfers: answered relaxed", mutant<RelaxedAnswer>());
   expect_caught("transfers: answer heard relaxed", mutant<RelaxedHearing>());
   expect_caught("transfers: blocks arrive relaxed", mutant<RelaxedArrival>());
   expect_caught("transfers: a place that is not answered", mutant<TakesThePlace>());
-  expect_caught("transfers: looked at once", mutant<LooksOnce>());
+  expect_caught("transfers: read once", mutant<ReadsOnce>());
   expect_caught("transfers: an offer is not cleared", mutant<LeavesTheOffer>());
   expect_caught("transfers: answered before it is cleared", mutant<AnswersBeforeItClears>());
   expect_caught("transfers: the first block answers", mutant<FirstBlockAnswers>());
