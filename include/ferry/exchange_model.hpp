@@ -11,6 +11,9 @@ namespace ferry {
 struct ExchangeRates {
   static constexpr double kUnknown = std::numeric_limits<double>::infinity();
   double latency_s = 0;  ///< of a call without rows
+  /// Share of the latency that goes by while rows move: flags to and fro, of which a call that
+  /// moves little waits for all.
+  double hidden_latency = 0;
   /// Above 1: latency l and rows r take (l^overlap + r^overlap)^(1/overlap), where SMs copy and
   /// send in turn, so that r is the sum of both. 1: l and the longest phase, one after the other.
   double overlap = 1;
@@ -21,6 +24,10 @@ struct ExchangeRates {
   double nic_out = kUnknown;
   double nic_in = kUnknown;
   double staging = kUnknown;  ///< over PCIe, where rows pass through CPU memory
+  /// How many times as long SM copies and NVLink take beside other work of the GPU, with whose
+  /// loads and stores theirs compete. A NIC does not: it needs far less of a GPU's memory than that
+  /// gives.
+  double contention = 1;
   /// Hosts under one leaf switch (0: all of them), and by how much its links to the spine carry
   /// less than those to its hosts.
   int leaf_hosts = 0;
@@ -50,11 +57,15 @@ struct ExchangeBytes {
   double peers = 0;  ///< ranks of other hosts that get a message
 };
 ExchangeBytes uniform_bytes(const ExchangeShape& shape, const ExchangeRates& rates = {});
+/// Of rows of one byte those of rows of so many. `sums`: of a combine in throughput mode, whose SMs
+/// also write the sum of each of so many tokens.
+ExchangeBytes bytes_of_rows(ExchangeBytes rows, double row_bytes, double sums = 0);
 
 /// Seconds of each phase. They run at once, so that a call takes latency, messages and the longest
-/// of the others, unless `overlap` says otherwise.
+/// of the others, unless `overlap` or `hidden_latency` say otherwise.
 struct ExchangeTime {
-  double overlap = 1;  ///< as in ExchangeRates
+  double overlap = 1;         ///< as in ExchangeRates
+  double hidden_latency = 0;  ///< as in ExchangeRates
   double latency = 0, messages = 0;
   double copy = 0, nvlink_out = 0, nvlink_in = 0, nic_out = 0, nic_in = 0, staging = 0, spine = 0;
 

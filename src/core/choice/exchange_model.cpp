@@ -36,14 +36,21 @@ ExchangeBytes uniform_bytes(const ExchangeShape& shape, const ExchangeRates& rat
   return bytes;
 }
 
+ExchangeBytes bytes_of_rows(ExchangeBytes rows, double row_bytes, double sums) {
+  rows.copy += sums;
+  for (double* bytes : {&rows.copy, &rows.nvlink, &rows.nic, &rows.spine}) *bytes *= row_bytes;
+  return rows;
+}
+
 ExchangeTime exchange_time(const ExchangeBytes& bytes, const ExchangeRates& rates) {
   ExchangeTime time;
   time.overlap = rates.overlap;
+  time.hidden_latency = rates.hidden_latency;
   time.latency = rates.latency_s;
   time.messages = bytes.peers * rates.message_s;
-  time.copy = bytes.copy / rates.copy;
-  time.nvlink_out = bytes.nvlink / rates.nvlink_out;
-  time.nvlink_in = bytes.nvlink / rates.nvlink_in;
+  time.copy = rates.contention * bytes.copy / rates.copy;
+  time.nvlink_out = rates.contention * bytes.nvlink / rates.nvlink_out;
+  time.nvlink_in = rates.contention * bytes.nvlink / rates.nvlink_in;
   time.nic_out = bytes.nic / rates.nic_out;
   time.nic_in = bytes.nic / rates.nic_in;
   time.staging = bytes.nic / rates.staging;
@@ -53,9 +60,11 @@ ExchangeTime exchange_time(const ExchangeBytes& bytes, const ExchangeRates& rate
 
 double ExchangeTime::seconds() const {
   const double links = std::max({nvlink_out, nvlink_in, nic_out, nic_in, staging, spine});
-  if (overlap == 1) return latency + messages + std::max(copy, links);
-  return messages +
-         std::pow(std::pow(latency, overlap) + std::pow(copy + links, overlap), 1 / overlap);
+  const double rows =
+      overlap == 1
+          ? (1 - hidden_latency) * latency + std::max(copy, links)
+          : std::pow(std::pow(latency, overlap) + std::pow(copy + links, overlap), 1 / overlap);
+  return std::max(latency, messages + rows);
 }
 
 Interval predicted_interval(double likely_s, double fast_s, double slow_s) {
