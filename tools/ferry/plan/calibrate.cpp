@@ -87,6 +87,7 @@ bool is_covered(const Calibrated& one, const Observation& call) {
     FittedRates other = rates;
     other.latency_s *= 1 - by;
     other.few_latency_s *= 1 - by;
+    other.few_token_s *= 1 - by;
     const double rates_by = std::clamp(by, -0.95, 0.95);  // as rates_of has it
     for (double* rate : {&other.copy, &other.nvlink, &other.nic}) *rate *= 1 + rates_by;
     return other.time(call).seconds();
@@ -187,7 +188,15 @@ std::string cluster_file(const Measured& measured, const std::vector<Calibrated>
     latency("latency_us",
             std::isinf(one.rates.latency_s) ? one.rates.few_latency_s : one.rates.latency_s);
     latency("few_latency_us", one.rates.few_latency_s);
+    if (one.rates.few_token_s > 0) latency("few_token_us", one.rates.few_token_s);
     if (one.rates.overlap > 1) text += fmt::format("  overlap: {}\n", one.rates.overlap);
+    if (one.rates.hidden_latency > 0) {
+      text += fmt::format("  hidden_latency: {:.3f}\n", one.rates.hidden_latency);
+    }
+    const auto slowed = measured.contention.find(one.operation);
+    if (slowed != measured.contention.end()) {
+      text += fmt::format("  contention: {{value: {:.3f}, from: measured}}\n", slowed->second);
+    }
     const auto rate = [&](const char* key, double value) {
       if (!std::isinf(value)) text += fitted_value(key, value / 1e9, one.error);
     };

@@ -14,9 +14,9 @@ namespace {
 const std::vector<std::string> kRates{"copy", "sm_copy", "nvlink", "nvlink_out", "nvlink_in",
                                       "nic",  "nic_out", "nic_in", "staging"};
 const std::vector<std::string> kRateKeys{
-    "latency_us", "few_latency_us", "overlap",    "message_us", "copy",
-    "sm_copy",    "nvlink",         "nvlink_out", "nvlink_in",  "nic",
-    "nic_out",    "nic_in",         "staging",    "leaf_hosts", "oversubscription"};
+    "latency_us", "few_latency_us", "few_token_us", "overlap",    "hidden_latency",   "message_us",
+    "copy",       "sm_copy",        "nvlink",       "nvlink_out", "nvlink_in",        "nic",
+    "nic_out",    "nic_in",         "staging",      "leaf_hosts", "oversubscription", "contention"};
 const std::vector<std::string> kOperations{"dispatch", "combine", "latency_dispatch",
                                            "latency_combine"};
 
@@ -78,6 +78,16 @@ void check_value(const std::string& file, const std::string& key, const YAML::No
            fmt::format(
                "overlap is {}, expected from 1 (latency, then rows) to 10 (the longer of both)",
                value));
+  }
+  if (key == "hidden_latency" && value >= 1) {
+    refuse(file, node,
+           fmt::format(
+               "hidden_latency is {}, expected a share of the latency, below 1: 0.33 is a third",
+               value));
+  }
+  if (key == "contention" && value < 1) {
+    refuse(file, node,
+           fmt::format("contention is {}, expected at least 1: 1.05 is 5 % more time", value));
   }
   if (key == "oversubscription" && value < 1) {
     refuse(
@@ -244,8 +254,10 @@ ExchangeRates rates_of(const Described& cluster, const std::string& operation, i
   };
   ExchangeRates rates;
   const bool few = tokens <= kFewTokens && cluster.find(operation, "few_latency_us") != nullptr;
-  rates.latency_s = time(few ? "few_latency_us" : "latency_us");
+  rates.latency_s =
+      few ? time("few_latency_us") + tokens * time("few_token_us") : time("latency_us");
   rates.overlap = cluster.number(operation, "overlap", 1);
+  rates.hidden_latency = cluster.number(operation, "hidden_latency", 0);
   rates.message_s = time("message_us");
   rates.copy = std::min(rate("copy", "copy"), rate("sm_copy", "sm_copy") * num_sms);
   rates.nvlink_out = rate("nvlink_out", "nvlink");

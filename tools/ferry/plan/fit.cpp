@@ -12,11 +12,14 @@
 namespace ferry::cli {
 namespace {
 
-/// Logarithms of latency, of that of few tokens, and of the rates of SM copies, NVLink and NIC.
-using Logarithms = std::array<double, 5>;
+/// Logarithms of latency, of that of few tokens, of each of those, and of the rates of SM copies,
+/// NVLink and NIC.
+using Logarithms = std::array<double, 6>;
 constexpr double kNone = std::numeric_limits<double>::infinity();
-/// Of the calls of latency mode, as those of 2026-11-27 on 2 and 4 H200 have it.
-constexpr double kLatencyOverlap = 1.5;
+/// Of the calls of latency mode, as those of 2026-11-27 on 2 and 4 H200 have it. A dispatch sends
+/// rows one by one as it receives others; a combine has sums to make before it waits.
+constexpr double kDispatchOverlap = 1.5;
+constexpr double kCombineHidden = 1.0 / 3;
 
 bool in_latency_mode(const Observation& call) {
   return call.operation.starts_with("latency");
@@ -26,9 +29,15 @@ bool has_few_tokens(const Observation& call) {
 }
 
 FittedRates rates_at(const Logarithms& at, const std::vector<Observation>& points) {
-  const bool overlaps = !points.empty() && in_latency_mode(points.front());
-  return {std::exp(at[0]), std::exp(at[1]), overlaps ? kLatencyOverlap : 1,
-          std::exp(at[2]), std::exp(at[3]), std::exp(at[4])};
+  const std::string operation = points.empty() ? "" : points.front().operation;
+  return {std::exp(at[0]),
+          std::exp(at[1]),
+          std::isinf(at[2]) ? 0 : std::exp(at[2]),
+          operation == "latency_dispatch" ? kDispatchOverlap : 1,
+          operation == "latency_combine" ? kCombineHidden : 0,
+          std::exp(at[3]),
+          std::exp(at[4]),
+          std::exp(at[5])};
 }
 
 double squares(const Logarithms& at, const std::vector<Observation>& points) {
@@ -43,17 +52,22 @@ double squares(const Logarithms& at, const std::vector<Observation>& points) {
 
 /// Where each rate is as slow as the fastest of the points allows.
 Logarithms start_of(const std::vector<Observation>& points) {
-  Logarithms start{kNone, kNone, -kNone, -kNone, -kNone};
+  Logarithms start{kNone, kNone, -kNone, -kNone, -kNone, -kNone};
+  int fewest = 0, most = 0;  // of few tokens
   for (const Observation& point : points) {
     const auto rate = [&](double bytes) {
       return bytes > 0 ? std::log(bytes / point.seconds) : -kNone;
     };
     double& latency = start[has_few_tokens(point) ? 1 : 0];
     latency = std::min(latency, std::log(point.seconds));
-    start[2] = std::max(start[2], rate(point.bytes.copy / std::max(1, point.num_sms)));
-    start[3] = std::max(start[3], rate(point.bytes.nvlink));
-    start[4] = std::max(start[4], rate(point.bytes.nic));
+    start[3] = std::max(start[3], rate(point.bytes.copy / std::max(1, point.num_sms)));
+    start[4] = std::max(start[4], rate(point.bytes.nvlink));
+    start[5] = std::max(start[5], rate(point.bytes.nic));
+    if (!has_few_tokens(point)) continue;
+    fewest = fewest == 0 ? point.tokens : std::min(fewest, point.tokens);
+    most = std::max(most, point.tokens);
   }
+  if (most > fewest) start[2] = start[1] - std::log(kFewTokens);
   for (double& one : start) one = one == -kNone ? kNone : one;  // nothing to be fitted
   return start;
 }
@@ -103,8 +117,10 @@ double apart(const Observation& a, const Observation& b) {
 ExchangeRates FittedRates::rates(const Observation& call) const {
   ExchangeRates made;
   const bool few = has_few_tokens(call) && !std::isinf(few_latency_s);
-  made.latency_s = few || std::isinf(latency_s) ? few_latency_s : latency_s;
+  made.latency_s =
+      few || std::isinf(latency_s) ? few_latency_s + few_token_s * call.tokens : latency_s;
   made.overlap = overlap;
+  made.hidden_latency = hidden_latency;
   made.copy = copy * std::max(1, call.num_sms);
   made.nvlink_out = made.nvlink_in = nvlink;
   made.nic_out = made.nic_in = nic;
@@ -126,16 +142,19 @@ std::vector<std::size_t> spread_points(const std::vector<Observation>& calls, st
     taken.push_back(*best);
     left.erase(best);
   };
+  const auto distance = [&](const Observation& call) {
+    double nearest = kNone;
+    for (const std::size_t other : taken) nearest = std::min(nearest, apart(call, calls[other]));
+    return nearest;
+  };
   take([](const Observation& call) { return std::pair(-call.bytes.copy, call.num_sms); });
   take([](const Observation& call) { return std::pair(call.bytes.copy, call.num_sms); });
   take([](const Observation& call) { return std::pair(call.bytes.copy, -call.num_sms); });
-  while (taken.size() < std::min(count, calls.size())) {
-    take([&](const Observation& call) {
-      double nearest = kNone;
-      for (const std::size_t other : taken) nearest = std::min(nearest, apart(call, calls[other]));
-      return nearest;
-    });
+  if (std::any_of(left.begin(), left.end(),
+                  [&](std::size_t i) { return has_few_tokens(calls[i]); })) {
+    take([&](const Observation& call) { return std::pair(has_few_tokens(call), distance(call)); });
   }
+  while (taken.size() < std::min(count, calls.size())) take(distance);
   return taken;
 }
 

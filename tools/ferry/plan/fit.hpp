@@ -25,7 +25,9 @@ struct Observation {
 struct FittedRates {
   double latency_s = 0;  ///< infinite: only calls of few tokens were measured
   double few_latency_s = ExchangeRates::kUnknown;  ///< of few tokens in latency mode
+  double few_token_s = 0;                          ///< of each of those tokens
   double overlap = 1;                              ///< not fitted
+  double hidden_latency = 0;                       ///< not fitted
   double copy = ExchangeRates::kUnknown;
   double nvlink = ExchangeRates::kUnknown;
   double nic = ExchangeRates::kUnknown;
@@ -36,7 +38,8 @@ struct FittedRates {
 
 /// Which of these to fit to. Each rate needs a call that waits for it: the one that carries least,
 /// the one that carries most with the most SMs, and with the fewest; then again and again the one
-/// that differs most, in bytes, NVLink bytes and bytes of an SM, from all that were taken.
+/// that differs most, in bytes, NVLink bytes and bytes of an SM, from all that were taken. The
+/// first of those is one of few tokens in latency mode, if there are any.
 std::vector<std::size_t> spread_points(const std::vector<Observation>& calls, std::size_t count);
 
 /// The rates whose relative errors have the least sum of squares.

@@ -63,6 +63,9 @@ void read_bench(const json& file, const std::string& name, Measured& measured) {
     call.num_sms = result.at("sms");
     call.seconds = result.at("p50_us").get<double>() * 1e-6;
     call.bytes = bytes_of(result, settings, name);
+    if (call.operation == "combine") {  // its SMs also write the sums
+      call.bytes.copy += call.tokens * result.at("row_bytes").get<double>();
+    }
     if (!(call.seconds > 0)) throw std::runtime_error(name + ": a call that took no time");
     measured.calls[call.operation].push_back(call);
   }
@@ -88,6 +91,25 @@ void read_links(const json& file, Measured& measured) {
   }
 }
 
+/// How much longer calls took beside products that left them their SMs.
+void read_timeline(const json& file, const std::string& name, Measured& measured) {
+  std::map<std::string, json> lines;
+  for (const json& line : file.at("summary")) lines[line.at("name")] = line;
+  const auto alone = lines.find("exchanges alone"), beside = lines.find("together, own SMs");
+  if (alone == lines.end() || beside == lines.end()) {
+    throw std::runtime_error(fmt::format(
+        "{}: a timeline without `exchanges alone` or `together, own SMs`: torch there could not "
+        "tell products to leave SMs",
+        name));
+  }
+  for (const std::string operation : {"dispatch", "combine"}) {
+    const double was = alone->second.at(operation + "_ms"),
+                 is = beside->second.at(operation + "_ms");
+    if (!(was > 0)) throw std::runtime_error(name + ": a call that took no time");
+    measured.contention[operation] = std::max(1.0, is / was);
+  }
+}
+
 /// What is wrong with a file, without the name that the JSON library gives the error.
 std::string reason_of(const json::exception& error) {
   const std::string text = error.what();
@@ -108,10 +130,13 @@ Measured read_results(const std::vector<std::string>& files) {
         read_bench(file, name, measured);
       } else if (file.contains("domains")) {
         read_links(file, measured);
+      } else if (file.contains("summary")) {
+        read_timeline(file, name, measured);
       } else {
         throw std::runtime_error(fmt::format(
-            "{}: not of `ferry bench --json` or `ferry doctor --net --json`: expected `settings` "
-            "and `results`, or `domains` and `bytes_per_s`",
+            "{}: not of `ferry bench --json`, `ferry doctor --net --json` or "
+            "`overlap_timeline.py --json`: expected `settings` and `results`, or `domains` and "
+            "`bytes_per_s`, or `summary`",
             name));
       }
     } catch (const json::exception& error) {

@@ -31,6 +31,7 @@ struct PlanOptions {
   std::string mode = "throughput";
   std::vector<int> ranks{16, 32, 64, 128, 256};
   int copies = 1;
+  bool beside = false;
   double tokens = 0;  ///< 0: that of the mode
   std::vector<int> sms{1, 24};
   double reserve_gb = 0;
@@ -60,6 +61,7 @@ Load load_of(const PlanOptions& options, const RecordedRoutes* routes, int ranks
   load.ranks = ranks;
   load.copies = options.copies;
   load.latency = options.mode == "latency";
+  load.beside = options.beside;
   load.routes = routes;
   const double usual = routes != nullptr ? routes->mean_tokens() : load.latency ? 128 : 4096;
   load.tokens = options.tokens > 0 ? options.tokens : usual;
@@ -307,6 +309,8 @@ void add_plan(CLI::App& app, int& exit_code) {
       ->add_option("--tokens", options->tokens,
                    "Tokens of a rank; as recorded, or 4096, latency mode 128")
       ->check(whole_number(1, 1 << 20));
+  command->add_flag("--beside-products", options->beside,
+                    "Matrix products run on the other SMs meanwhile (`contention` of the cluster)");
   command->add_option("--sms", options->sms, "Fewest and most SMs of a call, as 1,24")
       ->delimiter(',')
       ->expected(2)

@@ -48,6 +48,15 @@ void check_time(const Described& cluster, const std::string& operation, bool lat
       cluster.name(), operation, latency ? "latency" : "throughput"));
 }
 
+/// Without it, calls beside products would take as long as alone.
+void check_contention(const Described& cluster, const std::string& operation, const Load& load) {
+  if (!load.beside || cluster.find(operation, "contention") != nullptr) return;
+  throw std::runtime_error(fmt::format(
+      "--beside-products: {} has no contention for {}; add it, as `bench/overlap_timeline.py "
+      "--json FILE` and `ferry calibrate` measure it",
+      cluster.name(), operation));
+}
+
 /// A row of one byte; of recorded routes the mean of the busiest ranks of the calls.
 ExchangeBytes rows_of(const Described& cluster, const ExchangeShape& shape, const Load& load) {
   const ExchangeRates rates = rates_of(cluster, "dispatch", load.most_sms, load.tokens);
@@ -76,14 +85,16 @@ ExchangeBytes rows_of(const Described& cluster, const ExchangeShape& shape, cons
   return mean;
 }
 
-ExchangeBytes of_row(ExchangeBytes rows, double row_bytes) {
-  for (double* bytes : {&rows.copy, &rows.nvlink, &rows.nic, &rows.spine}) *bytes *= row_bytes;
-  return rows;
+ExchangeTime time_of(const Described& cluster, const ExchangeBytes& bytes,
+                     const std::string& operation, int num_sms, const Load& load,
+                     End end = End::likely) {
+  ExchangeRates rates = rates_of(cluster, operation, num_sms, load.tokens, end);
+  if (load.beside) rates.contention = cluster.number(operation, "contention", 1);
+  return exchange_time(bytes, rates);
 }
-
 double seconds(const Described& cluster, const ExchangeBytes& bytes, const std::string& operation,
-               int num_sms, double tokens, End end = End::likely) {
-  return exchange_time(bytes, rates_of(cluster, operation, num_sms, tokens, end)).seconds();
+               int num_sms, const Load& load, End end = End::likely) {
+  return time_of(cluster, bytes, operation, num_sms, load, end).seconds();
 }
 
 /// The fewest that cost at most 3 % of time; 0: their rate is not known.
@@ -91,10 +102,9 @@ int enough_sms(const Described& cluster, const ExchangeBytes& bytes, const std::
                const Load& load) {
   constexpr double kWorth = 1.03;
   if (cluster.find(operation, "sm_copy") == nullptr) return 0;
-  const double best = seconds(cluster, bytes, operation, load.most_sms, load.tokens);
+  const double best = seconds(cluster, bytes, operation, load.most_sms, load);
   int sms = load.fewest_sms;
-  while (sms < load.most_sms &&
-         seconds(cluster, bytes, operation, sms, load.tokens) > best * kWorth)
+  while (sms < load.most_sms && seconds(cluster, bytes, operation, sms, load) > best * kWorth)
     ++sms;
   return sms;
 }
@@ -118,27 +128,30 @@ std::vector<Predicted> predicted(const Described& cluster, const Described& mode
   for (const bool combine : {false, true}) {
     const std::string operation = operation_of(load, combine);
     check_nic(cluster, operation, load.ranks);
+    check_contention(cluster, operation, load);
     const double row = row_bytes_of(hidden, combine);
+    const double sums = combine && !load.latency ? load.tokens : 0;
     Predicted made;
     made.call = combine ? "combine" : "dispatch";
     made.dtype = combine ? "bf16" : "e4m3";
-    made.direct_s = seconds(cluster, of_row(direct, row), operation, load.most_sms, load.tokens);
+    made.direct_s =
+        seconds(cluster, bytes_of_rows(direct, row, sums), operation, load.most_sms, load);
     if (!load.latency) {
       made.hierarchical_s =
-          seconds(cluster, of_row(by_rail, row), operation, load.most_sms, load.tokens);
+          seconds(cluster, bytes_of_rows(by_rail, row, sums), operation, load.most_sms, load);
       made.hierarchical = made.hierarchical_s < made.direct_s;
     }
-    const ExchangeBytes bytes = of_row(made.hierarchical ? by_rail : direct, row);
+    const ExchangeBytes bytes = bytes_of_rows(made.hierarchical ? by_rail : direct, row, sums);
     made.num_sms = enough_sms(cluster, bytes, operation, load);
     const int sms = made.num_sms > 0 ? made.num_sms : load.most_sms;
-    const ExchangeTime time = exchange_time(bytes, rates_of(cluster, operation, sms, load.tokens));
+    const ExchangeTime time = time_of(cluster, bytes, operation, sms, load);
     check_time(cluster, operation, load.latency, time.seconds());
     made.bottleneck = time.bottleneck();
     made.phases = time;
     made.received_bytes = received.copy * row;
-    made.seconds = predicted_interval(
-        time.seconds(), seconds(cluster, bytes, operation, sms, load.tokens, End::fast),
-        seconds(cluster, bytes, operation, sms, load.tokens, End::slow));
+    made.seconds =
+        predicted_interval(time.seconds(), seconds(cluster, bytes, operation, sms, load, End::fast),
+                           seconds(cluster, bytes, operation, sms, load, End::slow));
     all.push_back(made);
   }
   return all;

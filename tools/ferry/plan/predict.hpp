@@ -15,6 +15,7 @@ struct Load {
   int copies = 1;  ///< of each expert
   double tokens = 4096;
   bool latency = false;  ///< latency mode
+  bool beside = false;   ///< matrix products run on the other SMs
   int fewest_sms = 1, most_sms = 24;
   const RecordedRoutes* routes = nullptr;  ///< null: uniform
 };

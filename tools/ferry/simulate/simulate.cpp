@@ -300,8 +300,7 @@ Simulated simulated_call(const World& world, const Described& cluster, const Des
     double& last = i + 1 == parts.size() ? made.nvlink_s : made.nic_s;
     last = std::max(last, ended(world, parts[i], ends[i], combine, timeline, begin));
   }
-  ExchangeBytes bytes = world.row;
-  for (double* one : {&bytes.copy, &bytes.nvlink, &bytes.nic, &bytes.spine}) *one *= row;
+  const ExchangeBytes bytes = bytes_of_rows(world.row, row, combine ? world.tokens : 0);
   const ExchangeTime closed = exchange_time(bytes, rates);
   made.closed_s = closed.seconds();
   made.bottleneck = closed.bottleneck();
