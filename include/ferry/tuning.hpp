@@ -30,10 +30,10 @@ struct TunedCall {
   int num_sms = 0;               ///< CUDA; 0: not known
 
   // What is found.
-  bool settled = false;
-  int probes = 0;      ///< calls that were timed since the search began
-  double seconds = 0;  ///< a call takes with these settings, on its slowest rank, for `tokens`
-  std::string why{};   ///< in words
+  bool settled = false;  ///< where a tuner starts: calls keep to it, and nothing is tried
+  int probes = 0;        ///< calls that were timed since the search began
+  double seconds = 0;    ///< a call takes with these settings, on its slowest rank, for `tokens`
+  std::string why{};     ///< in words
 };
 
 /// The settings in a file of `ferry plan --tuning` or `ferry bench --tune`. Throws

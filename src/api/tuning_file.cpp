@@ -196,7 +196,8 @@ std::string tuning_text(const GroupConfig& config) {
     for (const std::int64_t number :
          {static_cast<std::int64_t>(one.dtype), static_cast<std::int64_t>(one.order), one.hidden,
           std::int64_t{one.ranks}, one.tokens, std::int64_t{one.first},
-          static_cast<std::int64_t>(one.crossing), one.chunk_bytes, std::int64_t{one.num_sms}}) {
+          static_cast<std::int64_t>(one.crossing), one.chunk_bytes, std::int64_t{one.num_sms},
+          std::int64_t{one.settled}}) {
       add(std::to_string(number));
     }
   }

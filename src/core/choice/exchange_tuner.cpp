@@ -101,6 +101,7 @@ TuningGrid ExchangeTuner::grid_of(const TuningKey& key) const {
     grid.sizes[crossing_axis] = 2;
     grid.start[crossing_axis] = given != nullptr && given->crossing == other(key.crossing) ? 1 : 0;
   }
+  if (given != nullptr && given->settled) grid.sizes = {1, 1, 1};
   return grid;
 }
 

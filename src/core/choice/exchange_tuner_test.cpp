@@ -229,6 +229,19 @@ TEST(ExchangeTuner, StartsFromTheEntryThatSaysMost) {
   EXPECT_EQ(tuner.next(key).num_sms, 24);  // no entry: the most
 }
 
+TEST(ExchangeTuner, KeepsToAStartThatIsSettled) {
+  TunedCall start{.call = "dispatch", .crossing = Crossing::hierarchical, .chunk_bytes = 1 << 20};
+  start.settled = true;
+  ExchangeTuner tuner(8, {start});
+  const TuningKey key = key_of(CallKind::dispatch, true);
+  for (int call = 0; call < 60; ++call) {
+    const CallSettings settings = tuner.next(key);
+    EXPECT_EQ(settings, (CallSettings{Crossing::hierarchical, 1 << 20, 0}));
+    tuner.observe(key, settings, 4096, call < 9 ? 1 : 5);
+  }
+  EXPECT_DOUBLE_EQ(tuner.tuned().front().seconds, 1);
+}
+
 TEST(ExchangeTuner, KeepsToTheBoundsOfSms) {
   ExchangeTuner tuner(8, {}, 3, 10);
   const TuningKey key = key_of(CallKind::dispatch, false);

@@ -270,10 +270,10 @@ std::string table() {
     std::snprintf(cells, sizeof(cells), " %d | %s | %g | %.1f | %+.1f | %g | %s | %s |\n",
                   figure.ranks, figure.unit.c_str(), figure.value, made.value, made.error,
                   figure.bound, made.bottleneck, made.verdict());
-    const std::string sms =
+    const std::string with_sms =
         figure.num_sms > 0 ? ", " + std::to_string(figure.num_sms) + " SMs" : "";
-    text += "| " + figure.series + sms + " | " + figure.machine + " | " + figure.operation + " |" +
-            cells;
+    text += "| " + figure.series + with_sms + " | " + figure.machine + " | " + figure.operation +
+            " |" + cells;
   }
   return text;
 }

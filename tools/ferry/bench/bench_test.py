@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -132,6 +133,27 @@ class Bench(unittest.TestCase):
             self.assertEqual(refused.returncode, 1)
             self.assertIn('"format": 1', refused.stderr)
         self.assertIn("--domain-size", bench("-n 4 --tune x").stderr)
+        self.assertIn("--tune", bench("-n 4 --domain-size 2 --oracle 1").stderr)
+
+    def test_oracle(self):
+        """All settings are measured, and what the tuned ones lose is said."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "tuning.json"
+            small = "--hidden 64 --tokens 16 --iterations 1 --warmup 0"
+            arguments = f"-n 4 --domain-size 2 --mode throughput {small} --tune {file} --oracle 1"
+            done = bench(arguments)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual(len(re.findall(r", regret \d+\.\d %", done.stdout)), 2)
+            judged = [e for e in json.loads(file.read_text())["entries"] if "oracle" in e]
+            found = {e["call"]: e["oracle"] for e in judged}
+            self.assertEqual(
+                {call: one["settings"] for call, one in found.items()},
+                {"dispatch": 10, "combine": 5},
+            )
+            for one in found.values():
+                self.assertLessEqual(one["fastest_us"], one["us"])
+                self.assertLessEqual(one["us"], one["slowest_us"])
+                self.assertAlmostEqual(one["regret"], one["us"] / one["fastest_us"] - 1)
 
     def test_latency_mode_takes_several_numbers_of_tokens(self):
         found = self.measured("-n 2 --threads --mode latency --token-sweep 1,4 --chain 2")

@@ -115,6 +115,9 @@ void add_fabric_options(CLI::App* app, BenchArguments& given) {
                   "FERRY_TUNING")
       ->type_name("FILE")
       ->needs("--domain-size");
+  number(app, "--oracle", s.oracle, 1, kMostIterations,
+         "Then measure all settings in turn so many times, and say what the tuned ones lose")
+      ->needs("--tune");
   CLI::Option* threads = app->add_flag("--threads", given.threads, "Ranks as threads");
   app->add_flag("--processes", given.processes, "Ranks as processes (the default)")
       ->excludes(threads);

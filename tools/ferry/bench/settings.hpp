@@ -34,6 +34,7 @@ struct BenchSettings {
   FabricKind network = FabricKind::automatic;
   Crossing crossing = Crossing::automatic;
   std::string tune{};  ///< where tuned settings go; empty: as they are
+  int oracle = 0;      ///< how often all settings are measured, to judge the tuned ones
   bool processes = true;
   int iterations = 30;
   int warmup = 5;

@@ -147,13 +147,41 @@ void measure_all(const ThroughputBench& e, const BenchBoard& board, const Plan& 
           [&] { return e.group.combine(ordinary, plan); });
 }
 
+GroupConfig throughput_config(const BenchSettings& settings) {
+  GroupConfig config = group_config(settings);
+  config.memory_bytes = memory_for(settings);
+  return config;
+}
+
+/// Collective: what calls take with each setting, one after another, again and again.
+std::vector<SettingTimes> times_of_settings(const BenchSettings& s,
+                                            const std::shared_ptr<Bootstrap>& bootstrap) {
+  constexpr int kCalls = 10;  // of which the tuner's clock takes the middle one of nine
+  std::vector<SettingTimes> times;
+  for (int round = 0; round < s.oracle; ++round) {
+    for (std::int64_t chunk_bytes = 64 << 10; chunk_bytes <= 1 << 20; chunk_bytes *= 2) {
+      for (const Crossing crossing : {Crossing::direct, Crossing::hierarchical}) {
+        GroupConfig config = throughput_config(s);
+        config.tuning = kept_settings(s.dtype, s.combine_dtype(), crossing, chunk_bytes);
+        Group group(bootstrap, config);
+        const ThroughputBench exchange(s, group);
+        const Plan plan = exchange.plan();
+        const Tensor rows = group.empty({plan.recv_rows(), s.hidden}, s.combine_dtype());
+        for (int call = 0; call <= kCalls; ++call) exchange.dispatch(plan);
+        for (int call = 0; call <= kCalls; ++call) group.combine(rows, plan);
+        add_times(times, group.tuning());
+        group.barrier();
+      }
+    }
+  }
+  return times;
+}
+
 }  // namespace
 
 void bench_throughput(const BenchSettings& settings, const BenchBoard& board,
                       std::shared_ptr<Bootstrap> bootstrap) {
-  GroupConfig config = group_config(settings);
-  config.memory_bytes = memory_for(settings);
-  Group group(std::move(bootstrap), config);
+  Group group(bootstrap, throughput_config(settings));
 
   const ThroughputBench exchange(settings, group);
   board.rows(0, group.rank()) =
@@ -173,7 +201,10 @@ void bench_throughput(const BenchSettings& settings, const BenchBoard& board,
   check_combine(exchange, group.combine(ordinary_view, plan));
 
   measure_all(exchange, board, plan, registered, ordinary_view);
-  if (!settings.tune.empty() && group.rank() == 0) write_tuning(settings.tune, group.tuning());
+  if (!settings.tune.empty()) {
+    const std::vector<SettingTimes> times = times_of_settings(settings, bootstrap);
+    if (group.rank() == 0) write_tuning(settings.tune, group.tuning(), times);
+  }
   group.barrier();  // nobody leaves while another still reads
 }
 

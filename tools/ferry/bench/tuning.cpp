@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
@@ -9,9 +10,75 @@
 #include "ferry/group.hpp"
 
 namespace ferry::cli {
+namespace {
 
-void write_tuning(const std::string& file, const std::vector<TunedCall>& calls) {
-  nlohmann::json entries = nlohmann::json::array();
+using nlohmann::json;
+
+/// What a call's settings lose against the fastest of all that were measured; null: they were not.
+json loss_of(const TunedCall& tuned, const std::vector<SettingTimes>& times) {
+  const SettingTimes *own = nullptr, *fastest = nullptr, *slowest = nullptr;
+  int settings = 0;
+  for (const SettingTimes& one : times) {
+    if (one.call != tuned.call || tuned.first) continue;
+    ++settings;
+    if (one.crossing == tuned.crossing && one.chunk_bytes == tuned.chunk_bytes) own = &one;
+    if (fastest == nullptr || one.middle() < fastest->middle()) fastest = &one;
+    if (slowest == nullptr || one.middle() > slowest->middle()) slowest = &one;
+  }
+  if (own == nullptr) return nullptr;
+  return {{"settings", settings},
+          {"us", own->middle() * 1e6},
+          {"fastest_us", fastest->middle() * 1e6},
+          {"fastest_spread", fastest->spread()},
+          {"slowest_us", slowest->middle() * 1e6},
+          {"fastest_crossing", ferry::name_of(fastest->crossing)},
+          {"fastest_chunk_bytes", fastest->chunk_bytes},
+          {"regret", own->middle() / fastest->middle() - 1}};
+}
+
+}  // namespace
+
+double SettingTimes::middle() const {
+  std::vector<double> sorted = seconds;
+  std::sort(sorted.begin(), sorted.end());
+  return sorted.at(sorted.size() / 2);
+}
+
+double SettingTimes::spread() const {
+  std::vector<double> sorted = seconds;
+  std::sort(sorted.begin(), sorted.end());
+  return (sorted.at(sorted.size() * 3 / 4) - sorted.at(sorted.size() / 4)) / middle();
+}
+
+std::vector<TunedCall> kept_settings(Dtype dispatch, Dtype combine, Crossing crossing,
+                                     std::int64_t chunk_bytes) {
+  TunedCall kept;
+  kept.crossing = crossing;
+  kept.chunk_bytes = chunk_bytes;
+  kept.settled = true;
+  std::vector<TunedCall> calls(2, kept);
+  calls[0].call = "dispatch";
+  calls[0].dtype = dispatch;
+  calls[1].call = "combine";
+  calls[1].dtype = combine;
+  return calls;
+}
+
+void add_times(std::vector<SettingTimes>& all, const std::vector<TunedCall>& calls) {
+  for (const TunedCall& call : calls) {
+    if (call.first || !(call.seconds > 0)) continue;
+    auto at = std::find_if(all.begin(), all.end(), [&](const SettingTimes& one) {
+      return one.call == call.call && one.crossing == call.crossing &&
+             one.chunk_bytes == call.chunk_bytes;
+    });
+    if (at == all.end()) at = all.insert(at, {call.call, call.crossing, call.chunk_bytes});
+    at->seconds.push_back(call.seconds);
+  }
+}
+
+void write_tuning(const std::string& file, const std::vector<TunedCall>& calls,
+                  const std::vector<SettingTimes>& times) {
+  json entries = json::array();
   for (const TunedCall& one : calls) {
     const bool expert_major = one.order == RowOrder::expert_major;
     entries.push_back({{"ranks", one.ranks},
@@ -29,24 +96,36 @@ void write_tuning(const std::string& file, const std::vector<TunedCall>& calls) 
                        {"settled", one.settled},
                        {"why", one.why}});
     if (one.num_sms > 0) entries.back()["num_sms"] = one.num_sms;
+    if (json loss = loss_of(one, times); !loss.is_null()) entries.back()["oracle"] = loss;
   }
   std::ofstream out(file);
-  out << nlohmann::json{{"format", 1}, {"program", "ferry bench"}, {"entries", entries}}.dump(2)
-      << '\n';
+  out << json{{"format", 1}, {"program", "ferry bench"}, {"entries", entries}}.dump(2) << '\n';
   if (!out.flush()) throw std::runtime_error(fmt::format("--tune: {} cannot be written", file));
 }
 
 std::string tuning_table(const std::string& file) {
   std::ifstream in(file);
   std::string text = "\nTuned:\n";
-  const nlohmann::json tuned = nlohmann::json::parse(in);
-  for (const nlohmann::json& one : tuned.at("entries")) {
+  std::string losses;
+  const json tuned = json::parse(in);
+  for (const json& one : tuned.at("entries")) {
     const std::string call = one["call"].get<std::string>() + (one["first"] ? ", first" : "");
-    text += fmt::format("{:<16} {:<5} {:<13} {:>5} KiB  {}\n", call,
-                        one["dtype"].get<std::string>(), one["crossing"].get<std::string>(),
-                        one["chunk_bytes"].get<int>() / 1024, one["why"].get<std::string>());
+    const auto line = [&](const std::string& crossing, int chunk_bytes) {
+      return fmt::format("{:<16} {:<5} {:<13} {:>5} KiB  ", call, one["dtype"].get<std::string>(),
+                         crossing, chunk_bytes / 1024);
+    };
+    text += line(one["crossing"], one["chunk_bytes"]) + one["why"].get<std::string>() + '\n';
+    if (!one.contains("oracle")) continue;
+    const json& loss = one["oracle"];
+    const auto number = [&](const char* key) { return loss[key].get<double>(); };
+    losses += line(loss["fastest_crossing"], loss["fastest_chunk_bytes"]) +
+              fmt::format(
+                  "{:.0f} us (+- {:.1f} %), the slowest {:.0f}; tuned after {} calls: {:.0f}, "
+                  "regret {:.1f} %\n",
+                  number("fastest_us"), 50 * number("fastest_spread"), number("slowest_us"),
+                  one["probes"].get<int>(), number("us"), 100 * number("regret"));
   }
-  return text;
+  return losses.empty() ? text : text + "\nFastest of all settings:\n" + losses;
 }
 
 }  // namespace ferry::cli
