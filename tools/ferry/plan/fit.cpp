@@ -74,10 +74,11 @@ Logarithms start_of(const std::vector<Observation>& points) {
 
 /// Steps along each axis, and then on in the same direction; shorter when none helps.
 void search_rates(Logarithms& at, const std::vector<Observation>& points) {
+  constexpr double kGain = 1e-16;  // of squares: a rate that goes to zero gains ever less
   double least = squares(at, points);
   const auto take = [&](const Logarithms& other) {
     const double found = squares(other, points);
-    if (found >= least) return false;
+    if (found > least - kGain) return false;
     least = found;
     at = other;
     return true;
