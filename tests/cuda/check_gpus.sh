@@ -5,8 +5,8 @@
 # takes many minutes (10,000 exchanges with poisoned memory, memory past 4 GiB, 100,000 replays), and
 # mixed, for which BUILD has PTX of 8.0 beside code of its GPUs (CMAKE_CUDA_ARCHITECTURES="80-virtual;90-real"):
 # one group in which every other process runs that PTX, without TMA, as on an A100.
-# BUILD: a folder with the programs somewhere inside (build/cuda). python: the package and deep_ep are
-# installed for PYTHON (python3). SECONDS_EACH (240): the limit of one program; LOGS (a temporary
+# BUILD: a folder with the programs somewhere inside (build/cuda). python: the package, python/deep_ep and
+# python/deepep are installed for PYTHON (python3). SECONDS_EACH (240): the limit of one program; LOGS (a temporary
 # folder): what they said. A line for each program; exit status 1: one failed.
 set -u
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -28,7 +28,7 @@ start() {
   shift 2
   (
     begin=$SECONDS
-    timeout -k 5 "$most" "$@" >"$logs/$name.log" 2>&1
+    timeout -s INT -k 10 "$most" "$@" >"$logs/$name.log" 2>&1  # pytest then says what had failed
     echo "$? $((SECONDS - begin))" >"$logs/$name.end"
   ) &
   names+=("$name")
