@@ -9,25 +9,22 @@
 // a dispatch and a combine in throughput mode whose rows all cross; a dispatch in latency mode of 1
 // and 8 tokens, and raw writes of as many bytes. Rows are 7168 bf16. The first round is not
 // counted.
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sched.h>
-#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
 #include <fstream>
 #include <functional>
 #include <limits>
 #include <sstream>
 #include <string>
-#include <system_error>
 #include <utility>
 #include <vector>
 
 #include "ferry/ferry.hpp"
+#include "platform/machine.hpp"
+#include "platform/posix/process_group.hpp"
 #include "raw_network.hpp"
 #include "tools/ferry/bench/report.hpp"
 #include "tools/ferry/doctor/machine.hpp"
@@ -209,28 +206,15 @@ std::size_t place(std::size_t measurement, int round, int rank, const Options& o
          static_cast<std::size_t>(rank);
 }
 
-void pin_to(int core) {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  CPU_SET(static_cast<std::size_t>(core), &cores);
-  if (sched_setaffinity(0, sizeof cores, &cores) != 0) fmt::print(stderr, "cannot pin a rank\n");
-}
-
-/// This process is on that host from now on. What it has opened before stays where it is.
 void move_to(const std::pair<std::string, std::string>& host) {
-  const auto& [name, address] = host;
-  const int file = open(("/run/netns/" + name).c_str(), O_RDONLY | O_CLOEXEC);
-  const bool moved = file >= 0 && setns(file, CLONE_NEWNET) == 0;
-  const int why = errno;
-  if (file >= 0) close(file);
-  if (!moved) throw std::system_error(why, std::generic_category(), "network namespace " + name);
-  setenv("FERRY_HOST", address.c_str(), 1);
+  enter_network_namespace(host.first);
+  setenv("FERRY_HOST", host.second.c_str(), 1);
 }
 
 void run_rank(const Options& o, const Board& board, const std::shared_ptr<Bootstrap>& bootstrap) {
   const int rank = bootstrap->rank();
   if (!o.hosts.empty()) move_to(o.hosts[static_cast<std::size_t>(rank)]);
-  if (o.pin != 0) pin_to(rank);
+  if (o.pin != 0 && !pin_to_core(rank)) fmt::print(stderr, "cannot pin a rank\n");
   Pair pair(o, bootstrap);
   const std::vector<Measurement> all = measurements(o);
   for (int round = -1; round < o.rounds; ++round) {

@@ -40,10 +40,10 @@ struct SectionFailure {
 /// name is gone again.
 Section make_section(const std::string& name, std::size_t bytes, SectionFailure& failure);
 
-enum class Access { read, write };
+enum class SectionAccess { read, write };
 /// Maps another process's, after checking that it is this user's alone and large enough. `inode`,
 /// where it is known: that it is this one.
-Section open_section(const std::string& name, std::size_t bytes, Access access,
+Section open_section(const std::string& name, std::size_t bytes, SectionAccess access,
                      std::optional<std::uint64_t> inode, SectionFailure& failure);
 /// The same of a section without a name: what that process has open as `descriptor`.
 Section open_section_of(std::int64_t pid, int descriptor, std::size_t bytes, std::uint64_t inode,

@@ -38,6 +38,9 @@ Socket connect_to(const SocketAddress& address, int& error);
 /// user as one without permission.
 int connect_result(const Socket& socket);
 
+/// Reset, not closed, at its end: no TIME_WAIT keeps the port.
+void reset_when_closed(const Socket& socket);
+
 /// This side's address, in numbers; empty of a socket that has a name.
 std::string numeric_address(const Socket& socket);
 /// The same; empty if other machines could not reach it there: loopback,

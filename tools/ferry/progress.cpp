@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <utility>
 
-#include "run/terminal.hpp"
+#include "platform/terminal.hpp"
 
 namespace ferry::cli {
 namespace {

@@ -195,7 +195,7 @@ std::vector<std::shared_ptr<Door>> Doors::list() {
 std::shared_ptr<Door> Doors::open(const std::string& name, int rank) const {
   const std::size_t bytes = whole_pages(sizeof(DoorPage), self_);
   SectionFailure failure;
-  const Section section = open_section(name, bytes, Access::read, std::nullopt, failure);
+  const Section section = open_section(name, bytes, SectionAccess::read, std::nullopt, failure);
   if (section.data == nullptr) {
     const bool short_of = too_many_files(failure.error) || failure.error == ENOMEM;
     const bool mapping = failure.call != nullptr && failure.call == std::string_view("mmap");

@@ -101,7 +101,7 @@ std::shared_ptr<Memory> open_object(const std::string& name, const Attachment& a
                                     std::uint64_t inode, bool populate) {
   SectionFailure failure;
   const std::size_t size = whole_pages(attachment.bytes, attachment.self);
-  const Section section = open_section(name, size, Access::write, inode, failure);
+  const Section section = open_section(name, size, SectionAccess::write, inode, failure);
   auto memory = attached(section, failure, name, attachment);
   if (populate) populate_pages(memory->data(), memory->mapped());
   return memory;

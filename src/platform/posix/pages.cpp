@@ -60,8 +60,9 @@ bool is_own(const struct stat& info) {
   return S_ISREG(info.st_mode) && (info.st_mode & 077) == 0 && info.st_uid == geteuid();
 }
 
-Section mapped_section(UniqueDescriptor fd, const char* call, std::size_t bytes, Access access,
-                       std::optional<std::uint64_t> inode, SectionFailure& failure) {
+Section mapped_section(UniqueDescriptor fd, const char* call, std::size_t bytes,
+                       SectionAccess access, std::optional<std::uint64_t> inode,
+                       SectionFailure& failure) {
   Section section;
   struct stat info{};
   if (!fd) {
@@ -74,7 +75,7 @@ Section mapped_section(UniqueDescriptor fd, const char* call, std::size_t bytes,
     failure.has = static_cast<std::uint64_t>(std::max<off_t>(info.st_size, 0));
   } else {
     section.inode = info.st_ino;
-    const int protection = PROT_READ | (access == Access::write ? PROT_WRITE : 0);
+    const int protection = PROT_READ | (access == SectionAccess::write ? PROT_WRITE : 0);
     section.data = map_shared(fd.get(), bytes, protection, failure);
   }
   return section;
@@ -146,10 +147,10 @@ Section make_section(const std::string& name, std::size_t bytes, SectionFailure&
   return {};
 }
 
-Section open_section(const std::string& name, std::size_t bytes, Access access,
+Section open_section(const std::string& name, std::size_t bytes, SectionAccess access,
                      std::optional<std::uint64_t> inode, SectionFailure& failure) {
   // Nonblocking: a FIFO or a lease of another user must hold up nobody.
-  const int flags = (access == Access::write ? O_RDWR : O_RDONLY) | O_NONBLOCK | O_CLOEXEC;
+  const int flags = (access == SectionAccess::write ? O_RDWR : O_RDONLY) | O_NONBLOCK | O_CLOEXEC;
   return mapped_section(UniqueDescriptor(shm_open(name.c_str(), flags, 0)), "shm_open", bytes,
                         access, inode, failure);
 }
@@ -158,7 +159,7 @@ Section open_section_of(std::int64_t pid, int descriptor, std::size_t bytes, std
                         SectionFailure& failure) {
   const std::string name = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(descriptor);
   return mapped_section(UniqueDescriptor(open(name.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC)),
-                        "open", bytes, Access::write, inode, failure);
+                        "open", bytes, SectionAccess::write, inode, failure);
 }
 
 void remove_section(const std::string& name) noexcept {

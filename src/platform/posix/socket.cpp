@@ -152,11 +152,15 @@ int connect_result(const Socket& socket) {
   }
   if (own_length == peer_length && std::memcmp(&own, &peer, own_length) == 0) {
     // Reset, not closed: no TIME_WAIT may keep the port from rank 0.
-    const linger at_once{.l_onoff = 1, .l_linger = 0};
-    ::setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+    reset_when_closed(socket);
     return ECONNREFUSED;
   }
   return 0;
+}
+
+void reset_when_closed(const Socket& socket) {
+  const linger at_once{.l_onoff = 1, .l_linger = 0};
+  ::setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
 }
 
 std::string numeric_address(const Socket& socket) {

@@ -1,64 +1,91 @@
 #include "platform/test_child.hpp"
 
-#include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <csignal>
-#include <cstdio>
-#include <new>
-#include <system_error>
+#include <cstdlib>
+#include <span>
+#include <tuple>
 #include <utility>
+
+#include "platform/posix/process_group.hpp"
 
 namespace ferry::test {
 
 std::shared_ptr<void> shared_block(std::size_t bytes) {
-  void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (at == MAP_FAILED) throw std::bad_alloc();
-  return {at, [bytes](void* block) { munmap(block, bytes); }};
+  return forked_block(bytes);
 }
 
-Child::Child(const std::function<int()>& body) {
-  constexpr unsigned kLongestLife = 60;  // seconds
-  std::fflush(nullptr);
-  const pid_t parent = getpid();
-  const pid_t pid = fork();
-  if (pid < 0) throw std::system_error(errno, std::generic_category(), "fork");
-  if (pid == 0) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != parent) _exit(1);
-    alarm(kLongestLife);
-    const int code = body();
-    std::fflush(nullptr);
-    _exit(code);
-  }
-  pid_ = pid;
+Child::Child(const std::function<int()>& body, std::chrono::seconds longest_life) {
+  process_.pid = fork_process([&] {
+    alarm(static_cast<unsigned>(longest_life.count()));
+    return body();
+  });
 }
 
 Child::~Child() {
-  if (pid_ == 0) return;
+  if (waited_) return;
   kill();
   wait();
 }
 
-Child::Child(Child&& other) noexcept : pid_(std::exchange(other.pid_, 0)) {}
+Child::Child(Child&& other) noexcept
+    : process_(std::move(other.process_)), waited_(std::exchange(other.waited_, true)) {}
 
 void Child::kill() {
-  if (pid_ != 0) ::kill(static_cast<pid_t>(pid_), SIGKILL);
+  signal(SIGKILL);
+}
+
+void Child::signal(int number) {
+  if (!waited_) ::kill(static_cast<pid_t>(process_.pid), number);
 }
 
 bool Child::ended() const {
-  siginfo_t info{};
-  return pid_ == 0 ||
-         (waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) == 0 &&
-          info.si_pid != 0);
+  return waited_ || end_of(process_);
 }
 
 Child::End Child::wait() {
-  int status = 0;
-  waitpid(static_cast<pid_t>(std::exchange(pid_, 0)), &status, 0);
-  return {.killed = WIFSIGNALED(status), .code = WIFEXITED(status) ? WEXITSTATUS(status) : -1};
+  waited_ = true;
+  const ProcessEnd end = reap(process_.pid);
+  return {.killed = end.signal != 0, .code = end.signal != 0 ? end.signal : end.code};
+}
+
+Lines::Lines() {
+  int error = 0;
+  std::tie(parent_, child_) = connected_pair(error);
+  if (error != 0) std::abort();
+}
+
+void Lines::say(const std::string& line) const {
+  const std::string whole = line + "\n";
+  for (auto left = std::as_bytes(std::span(whole)); !left.empty();) {
+    const Transfer put = write_to(child_, left);
+    if (put.ended) std::_Exit(3);
+    left = left.subspan(put.bytes);
+    if (!left.empty()) usleep(1000);
+  }
+}
+
+std::string Lines::next(std::chrono::nanoseconds within) {
+  const auto due = std::chrono::steady_clock::now() + within;
+  for (;;) {
+    if (const auto at = heard_.find('\n'); at != std::string::npos) {
+      const std::string line = heard_.substr(0, at);
+      heard_.erase(0, at + 1);
+      return line;
+    }
+    const auto left =
+        std::max<std::chrono::nanoseconds>(due - std::chrono::steady_clock::now(), {});
+    std::array<Polled, 1> polled{{{.socket = parent_.get(), .read = true}}};
+    const bool came = wait_for(polled, std::chrono::ceil<std::chrono::milliseconds>(left));
+    std::array<char, 4096> bytes{};
+    const Transfer got =
+        came ? read_from(parent_, std::as_writable_bytes(std::span(bytes))) : Transfer{};
+    heard_.append(bytes.data(), got.bytes);
+    if (got.ended || (!came && left.count() == 0)) return std::exchange(heard_, {});
+  }
 }
 
 }  // namespace ferry::test

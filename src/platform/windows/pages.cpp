@@ -40,9 +40,10 @@ std::uint64_t mix(std::uint64_t a, std::uint64_t b) {
   return (a ^ (a >> 31)) | 1;
 }
 
-std::byte* map_section(HANDLE section, std::size_t bytes, Access access, std::uint64_t id,
+std::byte* map_section(HANDLE section, std::size_t bytes, SectionAccess access, std::uint64_t id,
                        SectionFailure& failure) {
-  const DWORD rights = access == Access::write ? FILE_MAP_READ | FILE_MAP_WRITE : FILE_MAP_READ;
+  const DWORD rights =
+      access == SectionAccess::write ? FILE_MAP_READ | FILE_MAP_WRITE : FILE_MAP_READ;
   void* const at = MapViewOfFile(section, rights, 0, 0, 0);
   if (at == nullptr) {
     failure = {.call = "mmap", .error = windows::errno_of(GetLastError())};
@@ -124,7 +125,7 @@ Section make_section(const std::string& name, std::size_t bytes, SectionFailure&
     failure = {.call = "CreateFileMapping", .error = windows::errno_of(error)};
     return {};
   }
-  section.data = map_section(made, bytes, Access::write, section.inode, failure);
+  section.data = map_section(made, bytes, SectionAccess::write, section.inode, failure);
   HANDLE kept = nullptr;
   if (section.data == nullptr) return {};
   if (!DuplicateHandle(GetCurrentProcess(), made, GetCurrentProcess(), &kept, 0, FALSE,
@@ -140,11 +141,12 @@ Section make_section(const std::string& name, std::size_t bytes, SectionFailure&
   return section;
 }
 
-Section open_section(const std::string& name, std::size_t bytes, Access access,
+Section open_section(const std::string& name, std::size_t bytes, SectionAccess access,
                      std::optional<std::uint64_t> inode, SectionFailure& failure) {
   Section section;
   section.inode = windows::hash_of(name);
-  const DWORD rights = access == Access::write ? FILE_MAP_READ | FILE_MAP_WRITE : FILE_MAP_READ;
+  const DWORD rights =
+      access == SectionAccess::write ? FILE_MAP_READ | FILE_MAP_WRITE : FILE_MAP_READ;
   HANDLE opened = OpenFileMappingA(rights, FALSE, object_path(name).c_str());
   if (opened == nullptr) {
     failure = {.call = "OpenFileMapping", .error = windows::errno_of(GetLastError())};
@@ -168,7 +170,7 @@ Section open_section_of(std::int64_t pid, int descriptor, std::size_t bytes, std
                        DUPLICATE_SAME_ACCESS)) {
     failure = {.call = "DuplicateHandle", .error = windows::errno_of(GetLastError())};
   } else {
-    section.data = map_section(copy, bytes, Access::write, inode, failure);
+    section.data = map_section(copy, bytes, SectionAccess::write, inode, failure);
   }
   if (copy != nullptr) CloseHandle(copy);
   if (owner != nullptr) CloseHandle(owner);

@@ -191,12 +191,16 @@ int connect_result(const Socket& socket) {
   sockaddr_storage own{}, peer{};
   if (!address_of(socket, false, own) || !address_of(socket, true, peer)) return last_error();
   if (equal(own, peer)) {
-    const linger at_once{.l_onoff = 1, .l_linger = 0};
-    ::setsockopt(native(socket), SOL_SOCKET, SO_LINGER, reinterpret_cast<const char*>(&at_once),
-                 sizeof at_once);
+    reset_when_closed(socket);
     return ECONNREFUSED;
   }
   return 0;
+}
+
+void reset_when_closed(const Socket& socket) {
+  const linger at_once{.l_onoff = 1, .l_linger = 0};
+  ::setsockopt(native(socket), SOL_SOCKET, SO_LINGER, reinterpret_cast<const char*>(&at_once),
+               sizeof at_once);
 }
 
 std::string numeric_address(const Socket& socket) {

@@ -10,6 +10,7 @@
 
 #include "platform/pages.hpp"
 #include "platform/process.hpp"
+#include "platform/windows/child_process.hpp"
 #include "platform/windows/system.hpp"
 
 namespace ferry::test {
@@ -48,18 +49,6 @@ std::int64_t parent() {
   return text == nullptr ? process_id() : std::atoll(text);
 }
 
-/// Children end with the parent.
-HANDLE job() {
-  static HANDLE made = [] {
-    HANDLE job = CreateJobObjectA(nullptr, nullptr);
-    JOBOBJECT_EXTENDED_LIMIT_INFORMATION limits{};
-    limits.BasicLimitInformation.LimitFlags = JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE;
-    SetInformationJobObject(job, JobObjectExtendedLimitInformation, &limits, sizeof limits);
-    return job;
-  }();
-  return made;
-}
-
 }  // namespace
 
 std::shared_ptr<void> shared_block(std::size_t bytes) {
@@ -72,7 +61,7 @@ std::shared_ptr<void> shared_block(std::size_t bytes) {
   if (own_turn() == 0) {
     section = make_section(flat, bytes, failure);
   } else {
-    section = open_section(flat, bytes, Access::write, std::nullopt, failure);
+    section = open_section(flat, bytes, SectionAccess::write, std::nullopt, failure);
     // The parent has done with it: this child's turn comes later.
     if (section.data == nullptr) section.data = private_pages(bytes, 4096, failure.error);
   }
@@ -83,58 +72,44 @@ std::shared_ptr<void> shared_block(std::size_t bytes) {
           }};
 }
 
-Child::Child(const std::function<int()>& body) {
+Child::Child(const std::function<int()>& body, std::chrono::seconds /*longest_life*/) {
   const int which = ++turn().children;
   if (which == own_turn()) {
     const int code = body();
     std::fflush(nullptr);
-    TerminateProcess(GetCurrentProcess(), static_cast<UINT>(code));
+    windows::end_this_process(code);
   }
   if (own_turn() != 0) return;  // another child: it is the parent's
   char program[MAX_PATH];
   GetModuleFileNameA(nullptr, program, sizeof program);
-  std::string command = "\"" + std::string(program) + "\" --gtest_filter=" + turn().test +
-                        " --gtest_repeat=1 --gtest_output=";
-  SetEnvironmentVariableA(kVariable,
-                          (std::to_string(process_id()) + "." + std::to_string(which)).c_str());
-  STARTUPINFOA start{};
-  start.cb = sizeof start;
-  PROCESS_INFORMATION made{};
-  const BOOL ok = CreateProcessA(program, command.data(), nullptr, nullptr, FALSE, 0, nullptr,
-                                 nullptr, &start, &made);
-  SetEnvironmentVariableA(kVariable, nullptr);
-  if (!ok) throw std::runtime_error("CreateProcess: error " + std::to_string(GetLastError()));
-  AssignProcessToJobObject(job(), made.hProcess);
-  CloseHandle(made.hThread);
-  pid_ = made.dwProcessId;
-  handle_ = UniqueDescriptor(windows::number_of(made.hProcess));
+  const std::string command = "\"" + std::string(program) + "\" --gtest_filter=" + turn().test +
+                              " --gtest_repeat=1 --gtest_output=";
+  process_ = windows::start_again(
+      command, kVariable, std::to_string(process_id()) + "." + std::to_string(which), false);
 }
 
 Child::~Child() {
-  if (pid_ == 0) return;
+  if (!process_.handle) return;
   kill();
   wait();
 }
 
-Child::Child(Child&& other) noexcept
-    : pid_(std::exchange(other.pid_, 0)), handle_(std::move(other.handle_)) {}
+Child::Child(Child&& other) noexcept : process_(std::move(other.process_)) {}
 
 void Child::kill() {
-  if (handle_) TerminateProcess(windows::handle_of(handle_.get()), kKilled);
+  if (process_.handle) windows::end_process(process_, kKilled);
 }
 
 bool Child::ended() const {
-  return pid_ == 0 || WaitForSingleObject(windows::handle_of(handle_.get()), 0) == WAIT_OBJECT_0;
+  return !process_.handle || end_of(process_);
 }
 
 Child::End Child::wait() {
-  pid_ = 0;
-  if (!handle_) return {};
-  DWORD code = 0;
-  WaitForSingleObject(windows::handle_of(handle_.get()), INFINITE);
-  GetExitCodeProcess(windows::handle_of(handle_.get()), &code);
-  handle_.reset();
-  return {.killed = code == kKilled, .code = static_cast<int>(code)};
+  if (!process_.handle) return {};
+  WaitForSingleObject(windows::handle_of(process_.handle.get()), INFINITE);
+  const int code = end_of(process_)->code;
+  process_.handle.reset();
+  return {.killed = static_cast<UINT>(code) == kKilled, .code = code};
 }
 
 }  // namespace ferry::test

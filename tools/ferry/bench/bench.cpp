@@ -16,9 +16,9 @@
 #include "bench/tuning.hpp"
 #include "command.hpp"
 #include "doctor/machine.hpp"
+#include "platform/terminal.hpp"
 #include "progress.hpp"
 #include "run/ranks.hpp"
-#include "run/terminal.hpp"
 
 namespace ferry::cli {
 namespace {

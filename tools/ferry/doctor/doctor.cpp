@@ -311,7 +311,7 @@ void print(const Diagnosis& d) {
   if (d.use.cuda) {
     print_line("", "cuda (tensors in GPU memory) when asked: --backend cuda, Backend::cuda");
   }
-  print_line("kernels", d.machine.cpu.simd);
+  print_line("kernels", d.machine.simd);
   print_line("threads", "fabric " + d.use.threads);
   print_line("processes", d.use.processes.empty() ? "no fabric" : "fabric " + d.use.processes);
   if (!d.tests.empty()) fmt::print("\nSelf-test\n");

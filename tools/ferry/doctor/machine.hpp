@@ -5,40 +5,11 @@
 #include <string>
 #include <vector>
 
+#include "platform/machine.hpp"
+
 namespace ferry::cli {
 
-struct Machine {
-  struct Cpu {
-    std::string model{};         ///< as the kernel names it; "" if it does not
-    std::string architecture{};  ///< "x86_64", "aarch64"
-    int cores = 0;               ///< logical, online
-    int usable_cores = 0;        ///< that this process may run on
-    double quota_cores = 0;      ///< of the control group; 0: no limit
-    std::string simd{};  ///< what the host engine uses: "avx512", "avx2", "neon", "baseline"
-  };
-  struct Memory {
-    std::uint64_t total_bytes = 0;
-    std::uint64_t available_bytes = 0;
-    std::uint64_t limit_bytes = 0;  ///< of the control group; 0: no limit
-  };
-  struct SharedMemory {
-    bool present = false;
-    bool writable = false;
-    std::uint64_t total_bytes = 0;
-    std::uint64_t free_bytes = 0;
-  };
-  struct Limits {  ///< 2^64 - 1: unlimited
-    std::uint64_t open_files = 0;
-    std::uint64_t open_files_most = 0;
-    std::uint64_t locked_bytes = 0;
-  };
-  struct Kernel {
-    std::string name{"Linux"};  ///< or "Windows": then what follows the release says nothing
-    std::string release{};
-    bool pidfd = false;
-    bool memfd = false;
-    bool futex = false;
-  };
+struct Machine : SystemFacts {
   struct Gpu {
     std::string name{};
     std::string bus{};           ///< PCI place
@@ -71,13 +42,8 @@ struct Machine {
     std::vector<std::string> names{};
   };
 
-  std::string system{};     ///< "Debian GNU/Linux 12 (bookworm)"
   std::string container{};  ///< "docker", "kubernetes", ...; "" if it does not look like one
-  Cpu cpu{};
-  Memory memory{};
-  SharedMemory shared_memory{};
-  Limits limits{};
-  Kernel kernel{};
+  std::string simd{};       ///< what the host engine uses: "avx512", "avx2", "neon", "baseline"
   Gpus gpus{};
   std::vector<std::string> rdma_devices{};
   bool libfabric = false;  ///< libfabric.so.1 can be loaded

@@ -17,7 +17,7 @@ nlohmann::json to_json(const Machine& m) {
         {"cores", m.cpu.cores},
         {"usable_cores", m.cpu.usable_cores},
         {"quota_cores", m.cpu.quota_cores},
-        {"simd", m.cpu.simd}}},
+        {"simd", m.simd}}},
       {"memory",
        {{"total_bytes", m.memory.total_bytes},
         {"available_bytes", m.memory.available_bytes},

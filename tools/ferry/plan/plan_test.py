@@ -259,7 +259,9 @@ class Plan(unittest.TestCase):
         """What is given to python3, which stands for the one with matplotlib."""
         python = self.folder / "bin" / "python3"
         python.parent.mkdir()
-        python.write_text('#!/bin/sh\ncat > program.py\ncp "$2" given.json\necho "$4" > "$4"\n')
+        python.write_text(
+            '#!/bin/sh\nprintf %s "$2" > program.py\ncp "$3" given.json\necho "$5" > "$5"\n'
+        )
         python.chmod(0o755)
         command = [os.path.abspath(FERRY), "plan", "--ranks", "8,32", "--plot", "plan.svg"]
         done = subprocess.run(

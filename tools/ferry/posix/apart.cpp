@@ -1,7 +1,5 @@
 // Simulations in processes of their own.
 #include <fmt/format.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstdio>
@@ -13,6 +11,8 @@
 #include <system_error>
 #include <utility>
 
+#include "platform/posix/process_group.hpp"
+#include "posix/process_end.hpp"
 #include "simulate/network.hpp"
 
 namespace ferry::cli {
@@ -23,26 +23,20 @@ class Apart {
  public:
   explicit Apart(const std::function<std::vector<double>()>& job) : file_(std::tmpfile()) {
     if (!file_) throw std::system_error(errno, std::generic_category(), "tmpfile");
-    std::fflush(stdout);
-    child_ = fork();
-    if (child_ < 0) throw std::system_error(errno, std::generic_category(), "fork");
-    if (child_ == 0) run_and_exit(job);
+    child_ = fork_process([&] { return write_result(job); });
   }
   Apart(Apart&& other) noexcept
       : file_(std::move(other.file_)), child_(std::exchange(other.child_, -1)) {}
   Apart& operator=(Apart&&) = delete;
   ~Apart() {
-    if (child_ > 0) waitpid(child_, nullptr, 0);
+    if (child_ > 0) reap(child_);
   }
 
   std::vector<double> result() {
-    int status = 0;
-    while (waitpid(child_, &status, 0) < 0 && errno == EINTR) {
-    }
-    child_ = -1;
+    const ProcessEnd end = reap(std::exchange(child_, -1));
     std::rewind(file_.get());
     std::vector<double> values;
-    if (WIFEXITED(status) && WEXITSTATUS(status) == 0) {
+    if (!end.failed()) {
       for (double value = 0; std::fread(&value, sizeof(value), 1, file_.get()) == 1;) {
         values.push_back(value);
       }
@@ -52,12 +46,12 @@ class Apart {
     for (int c = std::fgetc(file_.get()); c != EOF; c = std::fgetc(file_.get())) {
       words += static_cast<char>(c);
     }
-    if (words.empty()) words = fmt::format("a simulation ended with status {}", status);
+    if (words.empty()) words = fmt::format("a simulation {}", describe(end));
     throw std::runtime_error(words);
   }
 
  private:
-  [[noreturn]] void run_and_exit(const std::function<std::vector<double>()>& job) {
+  int write_result(const std::function<std::vector<double>()>& job) {
     int code = 0;
     try {
       const std::vector<double> values = job();
@@ -69,14 +63,14 @@ class Apart {
       std::fputs(error.what(), file_.get());
     }
     std::fflush(file_.get());
-    _exit(code);
+    return code;
   }
 
   struct Close {
     void operator()(std::FILE* file) const { std::fclose(file); }
   };
   std::unique_ptr<std::FILE, Close> file_;
-  pid_t child_ = -1;
+  std::int64_t child_ = -1;
 };
 
 }  // namespace

@@ -2,19 +2,18 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <poll.h>
-#include <sys/prctl.h>
-#include <sys/resource.h>
-#include <sys/signalfd.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
+#include <span>
 #include <system_error>
+
+#include "platform/limits.hpp"
+#include "platform/terminal.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -27,8 +26,7 @@ constexpr int kBrokenPipeCode = 128 + SIGPIPE;
 
 // A terminal would stop a process of the background that reads from it.
 bool stdin_can_be_passed_on() {
-  struct stat status{};
-  return isatty(STDIN_FILENO) == 0 && fstat(STDIN_FILENO, &status) == 0;
+  return is_open(0) && !is_terminal(0);
 }
 
 int all_ranks(const JobOptions& options) {
@@ -48,34 +46,48 @@ std::string job_secret() {
 
 /// Which limit is in the way when a rank cannot be started, and how much is needed.
 std::string remedy(int error, int ranks) {
-  rlimit limit{};
-  if (error == EMFILE && getrlimit(RLIMIT_NOFILE, &limit) == 0) {
+  if (const auto limit = limit_of(Limit::open_files); error == EMFILE && limit) {
     constexpr int kOwn = 32;  // of the launcher, and of a rank while it starts
     return fmt::format(
         "; this process may have {} files open (ulimit -n), and {} ranks need about {}; raise "
         "it before: ulimit -n {}",
-        limit.rlim_cur, ranks, 2 * ranks + kOwn, 2 * ranks + kOwn);
+        *limit, ranks, 2 * ranks + kOwn, 2 * ranks + kOwn);
   }
-  if (error == EAGAIN && getrlimit(RLIMIT_NPROC, &limit) == 0) {
-    const bool known = limit.rlim_cur != RLIM_INFINITY;
+  if (error == EAGAIN) {
+    const auto limit = limit_of(Limit::threads);
     return fmt::format(
         "; no more processes{}; raise the limit, also that of the container "
         "(pids.max), or start fewer than {} ranks",
-        known ? fmt::format(": this user may have {} (ulimit -u)", limit.rlim_cur) : std::string(),
-        ranks);
+        limit ? fmt::format(": this user may have {} (ulimit -u)", *limit) : std::string(), ranks);
   }
   return error == ENOMEM ? "; raise the limit of memory (ulimit -v), or start fewer ranks" : "";
+}
+
+std::string reason_not_started(const std::string& program, int reason) {
+  std::string hint;
+  if (reason == ENOENT && program.find('/') == std::string::npos) {
+    hint = "; it is not in PATH (a program of this folder is ./" + program + ")";
+  } else if (reason == EACCES) {
+    hint = "; it must be a file with the right to execute (chmod +x)";
+  } else if (reason == ENOEXEC) {
+    hint =
+        "; it is not a program of this machine, and a script needs a first line like "
+        "#!/usr/bin/env python3";
+  }
+  return fmt::format("cannot start '{}': {}{}", program, std::strerror(reason), hint);
 }
 
 }  // namespace
 
 Job::Job(const JobOptions& options)
     : options_(options),
-      out_(STDOUT_FILENO, all_ranks(options), options.prefix, terminal_),
-      err_(STDERR_FILENO, all_ranks(options), options.prefix, terminal_) {}
+      out_(1, all_ranks(options), options.prefix, terminal_),
+      err_(2, all_ranks(options), options.prefix, terminal_) {}
 
 int Job::run() {
-  take_signals();
+  std::signal(SIGPIPE, SIG_IGN);
+  signals_.emplace({SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP});
+  adopt_orphans();  // what a rank leaves behind, so that we can see it end
   keeper_.emplace();
   try {
     start_ranks();
@@ -96,20 +108,6 @@ int Job::run() {
 
 int run_job(const JobOptions& options) {
   return Job(options).run();
-}
-
-void Job::take_signals() {
-  ::signal(SIGPIPE, SIG_IGN);
-  sigset_t set;
-  sigemptyset(&set);
-  for (const int signal : {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP}) {
-    sigaddset(&set, signal);
-  }
-  sigprocmask(SIG_BLOCK, &set, nullptr);
-  signals_ = UniqueFd(signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC));
-  if (!signals_) throw std::system_error(errno, std::generic_category(), "signalfd");
-  // What a rank leaves behind is handed to us, so that we can see it end.
-  prctl(PR_SET_CHILD_SUBREAPER, 1);
 }
 
 JobEnvironment Job::one_host() {
@@ -162,13 +160,15 @@ void Job::start_rank(int r, bool joins) {
   spec.inherit_stdin = r == 0 && !joins && stdin_can_be_passed_on();
   spec.output = r == options_.tty_rank ? Output::inherited : Output::piped;
   Process process;
+  int refused = 0;
   try {
-    process = start_process(spec);
+    process = start_process(spec, refused);
   } catch (const std::system_error& error) {
     throw std::runtime_error(fmt::format("rank {} of {}: {}{}", number, all_ranks(options_),
                                          error.what(),
                                          remedy(error.code().value(), options_.ranks)));
   }
+  if (refused != 0) throw CannotStart(reason_not_started(spec.command.front(), refused));
   keeper_->watch(process.pid);
   Rank& rank = ranks_.emplace_back();
   rank.rank = number;
@@ -184,21 +184,21 @@ void Job::wait_a_while(milliseconds longest) {
     if (ending_ == Ending::not_yet) until = std::min(until, failed_at_ + options_.grace);
     if (ending_ == Ending::asked) until = std::min(until, asked_at_ + kKillAfter);
   }
-  std::vector<pollfd> fds = {{signals_.get(), POLLIN, 0}};
+  std::vector<Polled> polled = {{.socket = signals_->descriptor(), .read = true}};
   std::vector<Stream*> streams;
   for (Rank& rank : ranks_) {
     for (Stream* stream : {&rank.out, &rank.err}) {
       if (!stream->fd) continue;
-      fds.push_back({stream->fd.get(), POLLIN, 0});
+      polled.push_back({.socket = stream->fd.get(), .read = true});
       streams.push_back(stream);
     }
   }
-  const auto left = std::chrono::ceil<milliseconds>(until - now).count();
-  if (poll(fds.data(), fds.size(), static_cast<int>(std::max<long>(left, 0))) <= 0) return;
+  const auto left = std::chrono::ceil<milliseconds>(until - now);
+  if (!wait_for(polled, std::max(left, milliseconds(0)))) return;
   for (std::size_t i = 0; i < streams.size(); ++i) {
-    if (fds[i + 1].revents != 0) read_stream(*streams[i]);
+    if (polled[i + 1].readable) read_stream(*streams[i]);
   }
-  if (fds[0].revents != 0) read_signals();
+  if (polled[0].readable) read_signals();
 }
 
 void Job::read_stream(Stream& stream) {
@@ -206,12 +206,11 @@ void Job::read_stream(Stream& stream) {
     stream.to->add(stream.source, line, end);
   };
   std::array<char, std::size_t{1} << 16> bytes;
-  const ssize_t got = read(stream.fd.get(), bytes.data(), bytes.size());
-  if (got > 0) {
-    stream.lines.feed({bytes.data(), static_cast<std::size_t>(got)}, sink);
-  } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
+  const Transfer got = read_from(stream.fd, std::as_writable_bytes(std::span(bytes)));
+  if (got.bytes > 0) stream.lines.feed({bytes.data(), got.bytes}, sink);
+  if (got.ended) {
     stream.lines.finish(sink);
-    stream.fd.close();
+    stream.fd.reset();
   }
   if (!stream.to->flush() && !nobody_reads_) {  // as `head` does to what it has read enough of
     nobody_reads_ = true;
@@ -220,9 +219,7 @@ void Job::read_stream(Stream& stream) {
 }
 
 void Job::read_signals() {
-  signalfd_siginfo info{};
-  while (read(signals_.get(), &info, sizeof info) == static_cast<ssize_t>(sizeof info)) {
-    const int signal = static_cast<int>(info.ssi_signo);
+  while (const int signal = signals_->next()) {
     if (signal == SIGTSTP) {
       on_suspend();
     } else if (signal != SIGCHLD) {
@@ -240,17 +237,16 @@ void Job::on_stop_signal(int signal) {
 
 void Job::on_suspend() {
   signal_all(SIGSTOP);
-  raise(SIGSTOP);
+  std::raise(SIGSTOP);
   signal_all(SIGCONT);
 }
 
 void Job::see_who_ended() {
   std::vector<Rank*> failures;
   for (Rank& rank : ranks_) {
-    ProcessEnd end;
-    if (rank.end || !has_ended(rank.pid, end)) continue;
-    rank.end = end;
-    if (end.failed()) failures.push_back(&rank);
+    if (rank.end) continue;
+    rank.end = end_of(rank.pid);
+    if (rank.end && rank.end->failed()) failures.push_back(&rank);
   }
   // Of those seen at the same time, one that was killed is rather the cause than the consequence.
   std::stable_partition(failures.begin(), failures.end(),
@@ -260,16 +256,16 @@ void Job::see_who_ended() {
 
 // All ranks have ended. What they left behind gets a moment, then SIGTERM, then SIGKILL.
 void Job::finish() {
-  std::vector<pid_t> groups;
+  std::vector<std::int64_t> groups;
   for (const Rank& rank : ranks_) groups.push_back(rank.pid);
   reap_all();
   const auto forget_gone = [&groups] {
     groups.erase(std::remove_if(groups.begin(), groups.end(),
-                                [](pid_t group) { return !group_remains(group); }),
+                                [](std::int64_t group) { return !group_remains(group); }),
                  groups.end());
   };
   const auto signal_left = [&groups](int signal) {
-    for (const pid_t group : groups) signal_group(group, signal);
+    for (const std::int64_t group : groups) signal_group(group, signal);
   };
   Clock::time_point until = Clock::now() + kLeftoverTime;
   Ending ending = nobody_reads_ ? Ending::forced : Ending::not_yet;

@@ -7,8 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "posix/keeper.hpp"
-#include "posix/process.hpp"
+#include "platform/child_process.hpp"
+#include "platform/posix/keeper.hpp"
+#include "platform/posix/process_group.hpp"
 #include "run/environment.hpp"
 #include "run/job_options.hpp"
 #include "run/ports.hpp"
@@ -31,14 +32,14 @@ class Job {
   static constexpr std::chrono::milliseconds kKillAfter{2000};
 
   struct Stream {
-    UniqueFd fd{};
+    UniqueDescriptor fd{};
     PrefixedOutput* to = nullptr;
     LineSplitter lines{};
     PrefixedOutput::Source source{};
   };
   struct Rank {
     int rank = 0;
-    pid_t pid = -1;
+    std::int64_t pid = -1;
     std::optional<ProcessEnd> end{};
     Stream out{};
     Stream err{};
@@ -49,7 +50,6 @@ class Job {
   void start_rank(int r, bool joins);
   JobEnvironment one_host();
   JobEnvironment one_of_several();
-  void take_signals();
   void wait_a_while(std::chrono::milliseconds longest);
   void read_stream(Stream& stream);
   void read_signals();
@@ -77,7 +77,7 @@ class Job {
   std::optional<Keeper> keeper_{};
   std::optional<ReservedPort> master_port_{};  // claimed while the job lives
   std::optional<ReservedPort> ferry_port_{};
-  UniqueFd signals_{};
+  std::optional<SignalQueue> signals_{};
   JobEnvironment environment_{};
   std::string secret_{};
   std::deque<Rank> ranks_{};  // of an elastic job those before, too

@@ -8,6 +8,7 @@
 #include <exception>
 
 #include "posix/job.hpp"
+#include "posix/process_end.hpp"
 
 namespace ferry::cli {
 

@@ -1,11 +1,7 @@
 #include "bench/nccl.hpp"
 
-#include <dlfcn.h>
 #include <fmt/format.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -14,6 +10,8 @@
 #include <stdexcept>
 #include <type_traits>
 
+#include "platform/library.hpp"
+#include "platform/posix/process_group.hpp"
 #include "run/shared_array.hpp"
 
 namespace ferry::cli {
@@ -27,45 +25,26 @@ namespace {
 constexpr int kUint8 = 1;
 constexpr auto kMeet = std::chrono::seconds(60);
 
-/// Why `dlopen` or `dlsym` failed.
-std::string last_error() {
-  const char* words = dlerror();
-  return words != nullptr ? words : "unknown error";
-}
-
 struct Answer {
   int version;  // 0: not usable
   char reason[512];
 };
 
 void search(const std::string& library, Answer& answer) {
+  Library nccl(library.c_str());
   std::string reason;
-  if (void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL)) {
-    using GetVersion = int (*)(int*);
-    if (const auto get = reinterpret_cast<GetVersion>(dlsym(handle, "ncclGetVersion"))) {
-      int version = 0;
-      if (get(&version) == 0 && version > 0) {
-        answer.version = version;
-      } else {
-        reason = library + ": ncclGetVersion failed";
-      }
+  using GetVersion = int (*)(int*);
+  if (const auto get = reinterpret_cast<GetVersion>(nccl.symbol("ncclGetVersion"))) {
+    int version = 0;
+    if (get(&version) == 0 && version > 0) {
+      answer.version = version;
     } else {
-      reason = last_error();
+      reason = library + ": ncclGetVersion failed";
     }
   } else {
-    reason = last_error();
+    reason = nccl.error();
   }
   std::strncpy(answer.reason, reason.c_str(), sizeof answer.reason - 1);
-}
-
-/// Waits for the end of a child; false: a signal killed it.
-bool exits(pid_t child) {
-  int status = 0;
-  pid_t gone = -1;
-  do {
-    gone = waitpid(child, &status, 0);
-  } while (gone < 0 && errno == EINTR);
-  return gone == child && WIFEXITED(status);
 }
 
 }  // namespace
@@ -84,13 +63,10 @@ Nccl find_nccl(const std::string& asked) {
   const bool by_name = asked == "auto" && (named == nullptr || *named == '\0');
   const std::string library = asked != "auto" ? asked : by_name ? "libnccl.so.2" : named;
   const SharedArray<Answer> answer(1);
-  const pid_t child = fork();
-  if (child == 0) {
-    search(library, answer[0]);
-    _exit(0);
-  }
-  if (child < 0) throw std::runtime_error(fmt::format("fork: {}", std::strerror(errno)));
-  const bool ended = exits(child);
+  const bool ended = !reap(fork_process([&] {
+                        search(library, answer[0]);
+                        return 0;
+                      })).failed();
   if (ended && answer[0].version > 0) return {library, nccl_version(answer[0].version), ""};
   const std::string reason = ended ? answer[0].reason : library + ": loading it killed a process";
   if (!by_name) throw std::runtime_error((asked == "auto" ? "FERRY_NCCL: " : "--nccl: ") + reason);
@@ -107,14 +83,13 @@ struct NcclRank::Functions {
   int (*destroy)(void*);
   const char* (*error_string)(int);
 
-  /// Stays loaded: NCCL leaves threads.
   static std::unique_ptr<const Functions> load(const std::string& library) {
-    void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (handle == nullptr) throw std::runtime_error(last_error());
+    Library nccl(library.c_str());
+    if (!nccl) throw std::runtime_error(nccl.error());
     auto functions = std::make_unique<Functions>();
     const auto find = [&](auto& function, const char* name) {
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(handle, name));
-      if (function == nullptr) throw std::runtime_error(last_error());
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(nccl.symbol(name));
+      if (function == nullptr) throw std::runtime_error(nccl.error());
     };
     find(functions->get_unique_id, "ncclGetUniqueId");
     find(functions->init_rank, "ncclCommInitRank");

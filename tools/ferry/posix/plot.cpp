@@ -1,64 +1,41 @@
 #include "bench/plot.hpp"
 
 #include <fmt/format.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include <cerrno>
-#include <csignal>
 #include <cstdio>
-#include <cstdlib>
 #include <filesystem>
-#include <fstream>
+#include <memory>
+#include <system_error>
+
+#include "platform/posix/process_group.hpp"
+#include "platform/process.hpp"
 
 namespace ferry::cli {
-namespace {
-
-/// python3 reads the program from its standard input. Returns its exit code.
-int run_python(std::string_view program, const std::string& json, const std::string& image) {
-  int ends[2];
-  if (pipe(ends) != 0) return -1;
-  const pid_t pid = fork();
-  if (pid == 0) {
-    dup2(ends[0], STDIN_FILENO);
-    close(ends[0]);
-    close(ends[1]);
-    execlp("python3", "python3", "-", json.c_str(), "--out", image.c_str(), nullptr);
-    _exit(127);
-  }
-  close(ends[0]);
-  auto* before = std::signal(SIGPIPE, SIG_IGN);
-  while (pid > 0 && !program.empty()) {
-    const ssize_t written = write(ends[1], program.data(), program.size());
-    if (written < 0 && errno != EINTR) break;
-    if (written > 0) program.remove_prefix(static_cast<std::size_t>(written));
-  }
-  close(ends[1]);
-  std::signal(SIGPIPE, before);
-  int status = 0;
-  if (pid < 0 || waitpid(pid, &status, 0) != pid || !WIFEXITED(status)) return -1;
-  return WEXITSTATUS(status);
-}
-
-}  // namespace
 
 bool draw_plot(std::string_view program, const std::string& json_file, const std::string& image) {
-  const int code = run_python(program, json_file, image);
-  if (code != 0) fmt::print(stderr, "ferry: python3 with matplotlib drew no plot\n");
-  return code == 0;
+  ProcessSpec python{.command = {"python3", "-c", std::string(program), json_file, "--out", image},
+                     .environment = own_environment(),
+                     .output = Output::inherited};
+  int refused = 0;
+  const Process started = start_process(python, refused);
+  const bool drawn = refused == 0 && !reap(started.pid).failed();
+  if (!drawn) fmt::print(stderr, "ferry: python3 with matplotlib drew no plot\n");
+  return drawn;
 }
 
 bool draw_text(std::string_view program, const std::string& json, const std::string& image) {
-  std::string file = (std::filesystem::temp_directory_path() / "ferry-XXXXXX").string();
-  const int opened = mkstemp(file.data());
-  if (opened < 0) {
-    fmt::print(stderr, "ferry: no file can be made in {}\n", file);
+  const std::string path =
+      (std::filesystem::temp_directory_path() / fmt::format("ferry-{}.json", process_id()))
+          .string();
+  std::FILE* const file = std::fopen(path.c_str(), "wx");  // nobody else's
+  if (file == nullptr) {
+    fmt::print(stderr, "ferry: the file {} cannot be made\n", path);
     return false;
   }
-  close(opened);
-  std::ofstream(file) << json;
-  const bool drawn = draw_plot(program, file, image);
-  std::filesystem::remove(file);
+  std::fputs(json.c_str(), file);
+  std::fclose(file);
+  const bool drawn = draw_plot(program, path, image);
+  std::filesystem::remove(path);
   return drawn;
 }
 

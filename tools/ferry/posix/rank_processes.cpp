@@ -1,17 +1,13 @@
 // Ranks as forked processes.
-#include <sys/prctl.h>
-#include <sys/types.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <csignal>
-#include <cstdio>
 #include <cstring>
 #include <optional>
 #include <system_error>
 #include <thread>
 
-#include "posix/process.hpp"
+#include "platform/posix/process_group.hpp"
+#include "posix/process_end.hpp"
 #include "run/ports.hpp"
 #include "run/ranks.hpp"
 #include "run/shared_array.hpp"
@@ -28,29 +24,23 @@ struct Message {
 };
 
 struct Child {
-  pid_t pid = -1;
+  std::int64_t pid = -1;
   std::optional<ProcessEnd> end{};
 };
 
-[[noreturn]] void run_child(pid_t parent, const RankBody& body, const TcpOptions& options,
-                            Message& message) {
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (getppid() != parent) _exit(1);
+int run_child(const RankBody& body, const TcpOptions& options, Message& message) {
   const auto failure = failure_of([&] { body(options.rank, tcp_bootstrap(options)); });
   if (failure) std::strncpy(message.text, failure->c_str(), sizeof message.text - 1);
-  std::fflush(nullptr);
-  _exit(failure ? 1 : 0);  // the parent's exit handlers are not ours to run
+  return failure ? 1 : 0;
 }
 
 // True when all have ended; sets `failed` when one did badly.
 bool look_at(std::vector<Child>& children, bool& failed) {
   bool all = true;
   for (Child& child : children) {
-    ProcessEnd end;
-    if (!child.end && has_ended(child.pid, end)) {
+    if (!child.end && (child.end = end_of(child.pid))) {
       reap(child.pid);
-      child.end = end;
-      failed = failed || end.failed();
+      failed = failed || child.end->failed();
     }
     all = all && child.end;
   }
@@ -80,28 +70,29 @@ std::vector<RankFailure> failures_of(const std::vector<Child>& children,
 
 }  // namespace
 
+std::shared_ptr<void> shared_with_ranks(std::size_t bytes) {
+  return forked_block(bytes);
+}
+
 std::vector<RankFailure> run_processes(const RankRun& run, const RankBody& body) {
   const ReservedPort port;
   const std::string secret = random_secret();
   const SharedArray<Message> messages(static_cast<std::size_t>(run.ranks));
   std::vector<Child> children;
-  std::fflush(nullptr);  // or every child would write the buffers once more
-  const pid_t parent = getpid();
   for (int r = 0; r < run.ranks; ++r) {
     TcpOptions options;
     options.rank = r;
     options.size = run.ranks;
     options.port = port.number();
     options.secret = secret;
-    const pid_t pid = fork();
-    if (pid == 0) run_child(parent, body, options, messages[static_cast<std::size_t>(r)]);
-    if (pid < 0) {
-      const int reason = errno;
-      for (const Child& child : children) kill(child.pid, SIGKILL);
+    try {
+      children.push_back({fork_process(
+          [&] { return run_child(body, options, messages[static_cast<std::size_t>(r)]); })});
+    } catch (const std::system_error&) {
+      for (const Child& child : children) kill_process(child.pid);
       for (const Child& child : children) reap(child.pid);
-      throw std::system_error(reason, std::generic_category(), "cannot fork");
+      throw;
     }
-    children.push_back({pid, {}});
   }
 
   bool failed = false;
@@ -118,7 +109,7 @@ std::vector<RankFailure> run_processes(const RankRun& run, const RankBody& body)
     if (now >= until) {
       ended_by_us = true;
       for (const Child& child : children) {
-        if (!child.end) kill(child.pid, SIGKILL);
+        if (!child.end) kill_process(child.pid);
       }
     }
     std::this_thread::sleep_for(kRankPollPeriod / 10);

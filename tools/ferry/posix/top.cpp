@@ -1,13 +1,12 @@
 // `ferry top` is part of the Python package, which reads what Prometheus reads.
 #include <fmt/format.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <cstring>
 #include <string>
 #include <vector>
 
 #include "command.hpp"
+#include "platform/posix/process_group.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -15,11 +14,8 @@ namespace {
 /// Returns only when there is no python3.
 int start_top(std::vector<std::string> words) {
   words.insert(words.begin(), {"python3", "-m", "ferry", "top"});
-  std::vector<char*> arguments;
-  for (std::string& word : words) arguments.push_back(word.data());
-  arguments.push_back(nullptr);
-  execvp(arguments.front(), arguments.data());
-  fmt::print(stderr, "ferry top: cannot start python3: {}\n", std::strerror(errno));
+  const int reason = become_program(words);
+  fmt::print(stderr, "ferry top: cannot start python3: {}\n", std::strerror(reason));
   return 1;
 }
 

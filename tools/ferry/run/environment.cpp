@@ -1,8 +1,9 @@
 #include "run/environment.hpp"
 
 #include <cstdlib>
-#include <string_view>
 #include <utility>
+
+#include "platform/child_process.hpp"
 
 namespace ferry::cli {
 
@@ -25,14 +26,12 @@ std::vector<std::string> environment_of_rank(const JobEnvironment& job, const st
     ours.emplace_back("OMP_NUM_THREADS", "1");
 
   std::vector<std::string> result;
-  for (char** entry = own_environment(); *entry != nullptr; ++entry) {
-    const std::string_view text(*entry);
+  for (std::string& text : own_environment()) {
     bool replaced = false;
     for (const auto& [name, value] : ours) {
-      replaced = replaced || (text.size() > name.size() && text.substr(0, name.size()) == name &&
-                              text[name.size()] == '=');
+      replaced = replaced || text.starts_with(name + "=");
     }
-    if (!replaced) result.emplace_back(text);
+    if (!replaced) result.push_back(std::move(text));
   }
   for (const auto& [name, value] : ours) result.push_back(name + "=" + value);
   return result;

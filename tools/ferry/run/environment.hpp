@@ -25,7 +25,4 @@ struct JobEnvironment {
 std::vector<std::string> environment_of_rank(const JobEnvironment& job, const std::string& secret,
                                              int rank, bool joins = false);
 
-/// "NAME=value" strings of this process, behind them a null pointer.
-char** own_environment();
-
 }  // namespace ferry::cli

@@ -6,7 +6,7 @@
 #include <array>
 #include <cstdlib>
 
-#include "run/terminal.hpp"
+#include "platform/terminal.hpp"
 
 namespace ferry::cli {
 namespace {

@@ -5,15 +5,19 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <sstream>
+#include <system_error>
 #include <thread>
 
+#include "platform/host.hpp"
+#include "platform/pages.hpp"
+#include "platform/process.hpp"
+#include "platform/windows/child_process.hpp"
 #include "run/ports.hpp"
 #include "run/ranks.hpp"
 #include "run/shared_array.hpp"
-#include "windows/ranks.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -23,17 +27,41 @@ constexpr const char* kRankVariable = "FERRY_RANK_OF_COMMAND";
 constexpr auto kWinPoll = std::chrono::milliseconds(5);
 constexpr int kTickEvery = 10;  // polls
 constexpr auto kWinGrace = std::chrono::seconds(5);
-constexpr UINT kEndedByUs = 0xE0000001;
+constexpr unsigned kEndedByUs = 0xE0000001;
 
 struct Said {
   char text[1024];
 };
 
 struct Started {
-  Handle process{};
-  bool ended = false;
-  DWORD code = 0;
+  Process process{};
+  std::optional<ProcessEnd> end{};
+  unsigned code() const { return static_cast<unsigned>(end->code); }
 };
+
+/// What its starter tells a process that this command has started as a rank of its own.
+struct OwnRank {
+  std::int64_t command = 0;  ///< process id of the starter; 0: this process is no rank
+  int call = 0;              ///< which of its run_processes, from 0
+  int rank = 0;
+  std::uint16_t port = 0;
+  std::string secret{};
+};
+
+const OwnRank& own_rank() {
+  static const OwnRank told = [] {
+    OwnRank own;
+    std::istringstream words(environment_variable(kRankVariable).value_or(""));
+    words >> own.command >> own.call >> own.rank >> own.port >> own.secret;
+    return own;
+  }();
+  return told;
+}
+
+/// The process that has the memory: the starter of this rank, or this one.
+std::int64_t command_process() {
+  return own_rank().command != 0 ? own_rank().command : process_id();
+}
 
 [[noreturn]] void be_rank(const RankRun& run, const RankBody& body, Said& said) {
   const OwnRank& own = own_rank();
@@ -44,43 +72,15 @@ struct Started {
   options.secret = own.secret;
   const auto failure = failure_of([&] { body(options.rank, tcp_bootstrap(options)); });
   if (failure) std::strncpy(said.text, failure->c_str(), sizeof said.text - 1);
-  TerminateProcess(GetCurrentProcess(), failure ? 1 : 0);
-  std::abort();
-}
-
-/// With outputs that nobody reads: what it has to say is in the shared memory.
-Handle start_rank(HANDLE job, const std::string& words) {
-  SECURITY_ATTRIBUTES inherited{sizeof inherited, nullptr, TRUE};
-  const Handle nul(CreateFileA("NUL", GENERIC_READ | GENERIC_WRITE,
-                               FILE_SHARE_READ | FILE_SHARE_WRITE, &inherited, OPEN_EXISTING, 0,
-                               nullptr));
-  STARTUPINFOA start{};
-  start.cb = sizeof start;
-  start.dwFlags = STARTF_USESTDHANDLES;
-  start.hStdInput = start.hStdOutput = start.hStdError = nul.get();
-  PROCESS_INFORMATION made{};
-  std::string command = GetCommandLineA();
-  SetEnvironmentVariableA(kRankVariable, words.c_str());
-  const BOOL ok = CreateProcessA(nullptr, command.data(), nullptr, nullptr, TRUE, CREATE_SUSPENDED,
-                                 nullptr, nullptr, &start, &made);
-  SetEnvironmentVariableA(kRankVariable, nullptr);
-  if (!ok) raise_last("cannot start a rank");
-  AssignProcessToJobObject(job, made.hProcess);
-  ResumeThread(made.hThread);
-  CloseHandle(made.hThread);
-  return Handle(made.hProcess);
+  windows::end_this_process(failure ? 1 : 0);
 }
 
 /// True when all have ended; sets `failed` when one did badly.
 bool look_at(std::vector<Started>& ranks, bool& failed) {
   bool all = true;
   for (Started& rank : ranks) {
-    if (!rank.ended && WaitForSingleObject(rank.process.get(), 0) == WAIT_OBJECT_0) {
-      rank.ended = true;
-      GetExitCodeProcess(rank.process.get(), &rank.code);
-      failed = failed || rank.code != 0;
-    }
-    all = all && rank.ended;
+    if (!rank.end && (rank.end = end_of(rank.process))) failed = failed || rank.end->failed();
+    all = all && rank.end;
   }
   return all;
 }
@@ -93,7 +93,7 @@ void wait_for_all(const RankRun& run, std::vector<Started>& ranks) {
     if (failed && !told) until = std::min<WinClock::time_point>(until, now + kWinGrace);
     told = failed;
     for (const Started& rank : ranks) {
-      if (now >= until && !rank.ended) TerminateProcess(rank.process.get(), kEndedByUs);
+      if (now >= until && !rank.end) windows::end_process(rank.process, kEndedByUs);
     }
     std::this_thread::sleep_for(kWinPoll);
     if (run.tick && n % kTickEvery == 0) run.tick();
@@ -102,18 +102,20 @@ void wait_for_all(const RankRun& run, std::vector<Started>& ranks) {
 
 }  // namespace
 
-const OwnRank& own_rank() {
-  static const OwnRank told = [] {
-    OwnRank own;
-    const char* const text = std::getenv(kRankVariable);
-    if (text != nullptr) {
-      std::istringstream words(text);
-      words >> own.command >> own.call >> own.rank >> own.port >> own.secret;
-    }
-    SetEnvironmentVariableA(kRankVariable, nullptr);
-    return own;
-  }();
-  return told;
+// Ranks are this program with the same arguments, so the n-th block of a rank is the n-th of the
+// command.
+std::shared_ptr<void> shared_with_ranks(std::size_t bytes) {
+  static int made = 0;
+  const std::string name = fmt::format("/ferry-command-{}-{}", command_process(), made++);
+  SectionFailure failure;
+  // Its name stays: a rank of a later run comes by the blocks of the earlier ones.
+  const Section section = own_rank().command == 0 ? make_section(name, bytes, failure)
+                                                  : open_section(name, bytes, SectionAccess::write,
+                                                                 std::nullopt, failure);
+  if (section.data == nullptr) {
+    throw std::system_error(failure.error, std::generic_category(), "cannot map shared memory");
+  }
+  return {section.data, [bytes](void* data) { unmap_pages(static_cast<std::byte*>(data), bytes); }};
 }
 
 std::vector<RankFailure> run_processes(const RankRun& run, const RankBody& body) {
@@ -126,22 +128,22 @@ std::vector<RankFailure> run_processes(const RankRun& run, const RankBody& body)
   }
   const ReservedPort port;
   const std::string secret = random_secret();
-  const Handle job = make_job();
   std::vector<Started> ranks;
   for (int r = 0; r < run.ranks; ++r) {
-    ranks.push_back({start_rank(job.get(), fmt::format("{} {} {} {} {}", command_process(), call, r,
-                                                       port.number(), secret))});
+    const std::string words =
+        fmt::format("{} {} {} {} {}", command_process(), call, r, port.number(), secret);
+    ranks.push_back({windows::start_again("", kRankVariable, words, true)});
   }
   wait_for_all(run, ranks);
   std::vector<RankFailure> failures;
   for (std::size_t r = 0; r < ranks.size(); ++r) {
-    if (ranks[r].code == 0) continue;
+    if (ranks[r].code() == 0) continue;
     const std::string words = said[r].text;
-    failures.push_back(
-        {static_cast<int>(r), ranks[r].code == kEndedByUs ? "did not end in time and was ended"
-                              : words.empty() ? fmt::format("its process exited with code {:#x}",
-                                                            static_cast<unsigned>(ranks[r].code))
-                                              : words});
+    failures.push_back({static_cast<int>(r),
+                        ranks[r].code() == kEndedByUs ? "did not end in time and was ended"
+                        : words.empty()
+                            ? fmt::format("its process exited with code {:#x}", ranks[r].code())
+                            : words});
   }
   return failures;
 }

@@ -1,13 +1,12 @@
 // GPUs that ranks may use, and memory of theirs for the self-test.
 #include <cuda_runtime_api.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <stdexcept>
 
 #include "doctor/machine.hpp"
 #include "doctor/self_test.hpp"
+#include "platform/posix/process_group.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -20,14 +19,11 @@ void need_cuda(cudaError_t result, const char* call) {
 }  // namespace
 
 int gpu_count() {
-  const pid_t child = fork();
-  if (child == 0) {
+  const ProcessEnd asked = reap(fork_process([] {
     int count = 0;
-    _exit(cudaGetDeviceCount(&count) == cudaSuccess ? std::min(count, 100) : 0);
-  }
-  int status = 0;
-  if (child < 0 || waitpid(child, &status, 0) != child) return 0;
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess ? std::min(count, 100) : 0;
+  }));
+  return asked.signal == 0 ? asked.code : 0;
 }
 
 std::shared_ptr<void> on_gpu(const void* values, std::size_t bytes, int gpu) {

@@ -1,11 +1,11 @@
 // GPUs, by the driver's and NVML's own libraries, found at run time: this tool is built without
 // CUDA.
-#include <dlfcn.h>
 #include <fmt/format.h>
 
 #include <array>
 
 #include "doctor/machine.hpp"
+#include "platform/library.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -25,22 +25,17 @@ enum Attribute {
 constexpr int kNvmlP2pNvlink = 2;  // NVML_P2P_CAPS_INDEX_NVLINK; the answer 0 is "ok"
 constexpr unsigned kMostLinks = 18;
 
-class Library {
- public:
-  explicit Library(const char* name) : handle_(dlopen(name, RTLD_NOW | RTLD_LOCAL)) {}
-  explicit operator bool() const { return handle_ != nullptr; }
-  /// Calls it; −1 if the library has no such function. Never unloaded: drivers leave threads.
+struct Driver : Library {
+  using Library::Library;
+  /// Calls it; −1 if the library has no such function.
   template <typename... Arguments>
-  int call(const char* name, Arguments... arguments) const {
-    auto* found = handle_ ? dlsym(handle_, name) : nullptr;
+  int call(const char* name, Arguments... arguments) {
+    auto* found = symbol(name);
     return found ? reinterpret_cast<int (*)(Arguments...)>(found)(arguments...) : -1;
   }
-
- private:
-  void* handle_;
 };
 
-Machine::Gpu look_at_gpu(const Library& cuda, int device) {
+Machine::Gpu look_at_gpu(Driver& cuda, int device) {
   Machine::Gpu gpu;
   std::array<char, 128> text{};
   if (cuda.call("cuDeviceGetName", text.data(), 100, device) == 0) gpu.name = text.data();
@@ -64,8 +59,8 @@ Machine::Gpu look_at_gpu(const Library& cuda, int device) {
   return gpu;
 }
 
-void look_at_pairs(const Library& cuda, const std::vector<int>& devices, Machine::Gpus& gpus) {
-  const Library nvml("libnvidia-ml.so.1");
+void look_at_pairs(Driver& cuda, const std::vector<int>& devices, Machine::Gpus& gpus) {
+  Driver nvml("libnvidia-ml.so.1");
   const bool asks = nvml && nvml.call("nvmlInit_v2") == 0;
   std::vector<void*> handles(devices.size(), nullptr);
   for (std::size_t a = 0; a < devices.size(); ++a) {
@@ -99,7 +94,7 @@ void look_at_pairs(const Library& cuda, const std::vector<int>& devices, Machine
 }
 
 int gpus_in_mig() {
-  const Library nvml("libnvidia-ml.so.1");
+  Driver nvml("libnvidia-ml.so.1");
   if (!nvml || nvml.call("nvmlInit_v2") != 0) return 0;
   unsigned count = 0;
   int found = 0;
@@ -120,7 +115,7 @@ int gpus_in_mig() {
 
 void ask_driver(Machine::Gpus& gpus) {
   gpus.in_mig = gpus_in_mig();
-  const Library cuda("libcuda.so.1");
+  Driver cuda("libcuda.so.1");
   gpus.library = static_cast<bool>(cuda);
   int count = 0;
   int version = 0;

@@ -1,11 +1,12 @@
-#include "run/terminal.hpp"
+#include "platform/terminal.hpp"
 
+#include <fcntl.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <cerrno>
 
-namespace ferry::cli {
+namespace ferry {
 
 std::size_t columns_of(int fd) {
   winsize size{};
@@ -14,6 +15,10 @@ std::size_t columns_of(int fd) {
 
 bool is_terminal(int fd) {
   return isatty(fd) == 1;
+}
+
+bool is_open(int fd) {
+  return fcntl(fd, F_GETFD) != -1;
 }
 
 bool write_all(int fd, std::string_view text) {
@@ -30,4 +35,4 @@ bool write_all(int fd, std::string_view text) {
   return true;
 }
 
-}  // namespace ferry::cli
+}  // namespace ferry

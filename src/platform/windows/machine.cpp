@@ -1,15 +1,10 @@
-#include "doctor/machine.hpp"
-
-#include <fmt/format.h>
+#include "platform/machine.hpp"
 
 #include <array>
-#include <cstdlib>
-#include <thread>
 
-#include "ferry/version.hpp"
-#include "windows/system.hpp"
+#include "platform/windows/system.hpp"
 
-namespace ferry::cli {
+namespace ferry {
 namespace {
 
 std::string registry_text(const char* key, const char* value) {
@@ -32,16 +27,16 @@ std::string release() {
   RTL_OSVERSIONINFOW info{};
   info.dwOSVersionInfoSize = sizeof info;
   if (const auto ask = of_ntdll<LONG(WINAPI*)(RTL_OSVERSIONINFOW*)>("RtlGetVersion")) ask(&info);
-  std::string text =
-      fmt::format("{}.{}.{}", info.dwMajorVersion, info.dwMinorVersion, info.dwBuildNumber);
+  std::string text = std::to_string(info.dwMajorVersion) + "." +
+                     std::to_string(info.dwMinorVersion) + "." + std::to_string(info.dwBuildNumber);
   if (const auto wine = of_ntdll<const char*(__cdecl*)()>("wine_get_version")) {
-    text += fmt::format(" (wine {})", wine());
+    text += std::string(" (wine ") + wine() + ")";
   }
   return text;
 }
 
-Machine::Cpu look_at_cpu() {
-  Machine::Cpu cpu;
+SystemFacts::Cpu look_at_cpu() {
+  SystemFacts::Cpu cpu;
   cpu.architecture = "x86_64";
   cpu.model =
       registry_text("HARDWARE\\DESCRIPTION\\System\\CentralProcessor\\0", "ProcessorNameString");
@@ -50,25 +45,28 @@ Machine::Cpu look_at_cpu() {
   cpu.usable_cores = GetProcessAffinityMask(GetCurrentProcess(), &own, &all) && own != 0
                          ? __builtin_popcountll(own)
                          : cpu.cores;
-  cpu.simd = std::string(host_kernels());
   return cpu;
 }
 
 }  // namespace
 
-Machine look_at_machine() {
-  Machine machine;
-  machine.system = registry_text("SOFTWARE\\Microsoft\\Windows NT\\CurrentVersion", "ProductName");
-  machine.cpu = look_at_cpu();
+SystemFacts system_facts() {
+  SystemFacts facts;
+  facts.system = registry_text("SOFTWARE\\Microsoft\\Windows NT\\CurrentVersion", "ProductName");
+  facts.cpu = look_at_cpu();
   MEMORYSTATUSEX memory{};
   memory.dwLength = sizeof memory;
   GlobalMemoryStatusEx(&memory);
-  machine.memory = {memory.ullTotalPhys, memory.ullAvailPhys, 0};
+  facts.memory = {memory.ullTotalPhys, memory.ullAvailPhys, 0};
   // Sections are backed by the page file.
-  machine.shared_memory = {true, true, memory.ullTotalPageFile, memory.ullAvailPageFile};
-  machine.kernel.name = "Windows";
-  machine.kernel.release = release();
-  return machine;
+  facts.shared_memory = {true, true, memory.ullTotalPageFile, memory.ullAvailPageFile};
+  facts.kernel.name = "Windows";
+  facts.kernel.release = release();
+  return facts;
 }
 
-}  // namespace ferry::cli
+bool pin_to_core(int core) noexcept {
+  return SetThreadAffinityMask(GetCurrentThread(), DWORD_PTR{1} << core) != 0;
+}
+
+}  // namespace ferry

@@ -1,12 +1,12 @@
-#include "run/terminal.hpp"
+#include "platform/terminal.hpp"
 
 #include <io.h>
 
 #include <cerrno>
 
-#include "windows/system.hpp"
+#include "platform/windows/system.hpp"
 
-namespace ferry::cli {
+namespace ferry {
 
 std::size_t columns_of(int fd) {
   CONSOLE_SCREEN_BUFFER_INFO info{};
@@ -19,6 +19,10 @@ bool is_terminal(int fd) {
   return _isatty(fd) != 0;
 }
 
+bool is_open(int fd) {
+  return _get_osfhandle(fd) != -1;
+}
+
 bool write_all(int fd, std::string_view text) {
   while (!text.empty()) {
     const int written = _write(fd, text.data(), static_cast<unsigned>(text.size()));
@@ -28,4 +32,4 @@ bool write_all(int fd, std::string_view text) {
   return true;
 }
 
-}  // namespace ferry::cli
+}  // namespace ferry

@@ -1,4 +1,4 @@
-#include "posix/keeper.hpp"
+#include "platform/posix/keeper.hpp"
 
 #include <fcntl.h>
 #include <sys/prctl.h>
@@ -9,12 +9,12 @@
 #include <system_error>
 #include <vector>
 
-#include "posix/process.hpp"
+#include "platform/posix/process_group.hpp"
 
-namespace ferry::cli {
+namespace ferry {
 namespace {
 
-constexpr pid_t kDone = 0;
+constexpr std::int64_t kDone = 0;
 
 [[noreturn]] void keep(int pipe) {
   setsid();  // Ctrl-C and the end of the terminal are not for the keeper
@@ -22,9 +22,9 @@ constexpr pid_t kDone = 0;
   prctl(PR_SET_NAME, "ferry-keeper");
   const int null = open("/dev/null", O_RDWR);
   for (int fd = 0; fd < 3 && null >= 0; ++fd) dup2(null, fd);
-  std::vector<pid_t> groups;
+  std::vector<std::int64_t> groups;
   for (;;) {
-    pid_t group = kDone;
+    std::int64_t group = kDone;
     const ssize_t got = read(pipe, &group, sizeof group);  // shorter than PIPE_BUF: never torn
     if (got < 0 && errno == EINTR) continue;
     if (got == static_cast<ssize_t>(sizeof group)) {
@@ -32,7 +32,7 @@ constexpr pid_t kDone = 0;
       groups.push_back(group);
       continue;
     }
-    for (const pid_t each : groups) signal_group(each, SIGKILL);
+    for (const std::int64_t each : groups) signal_group(each, SIGKILL);
     _exit(0);
   }
 }
@@ -44,12 +44,12 @@ Keeper::Keeper() {
   if (pipe2(ends, O_CLOEXEC) != 0) {
     throw std::system_error(errno, std::generic_category(), "cannot make a pipe (pipe2)");
   }
-  UniqueFd read_end(ends[0]);
-  pipe_ = UniqueFd(ends[1]);
+  UniqueDescriptor read_end(ends[0]);
+  pipe_ = UniqueDescriptor(ends[1]);
   pid_ = fork();
   if (pid_ < 0) throw std::system_error(errno, std::generic_category(), "cannot fork");
   if (pid_ == 0) {
-    pipe_.close();
+    pipe_.reset();
     keep(read_end.get());
   }
 }
@@ -59,8 +59,8 @@ Keeper::~Keeper() {
   reap(pid_);
 }
 
-void Keeper::watch(pid_t group) {
+void Keeper::watch(std::int64_t group) {
   [[maybe_unused]] const ssize_t written = write(pipe_.get(), &group, sizeof group);
 }
 
-}  // namespace ferry::cli
+}  // namespace ferry

@@ -1,7 +1,5 @@
-#include "doctor/machine.hpp"
+#include "platform/machine.hpp"
 
-#include <dlfcn.h>
-#include <fmt/format.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -11,40 +9,18 @@
 #include <sys/utsname.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <array>
 #include <cstdlib>
-#include <filesystem>
 #include <fstream>
 #include <sstream>
 
-#include "ferry/version.hpp"
-
-namespace ferry::cli {
+namespace ferry {
 namespace {
 
-namespace fs = std::filesystem;
-
-std::string read_text(const fs::path& path) {
+std::string read_text(const char* path) {
   std::ifstream file(path);
   std::ostringstream text;
   text << file.rdbuf();
   return text.str();
-}
-
-bool exists(const fs::path& path) {
-  std::error_code error;
-  return fs::exists(path, error);
-}
-
-std::vector<std::string> names_in(const fs::path& folder) {
-  std::vector<std::string> names;
-  std::error_code error;
-  for (const auto& entry : fs::directory_iterator(folder, error)) {
-    names.push_back(entry.path().filename());
-  }
-  std::sort(names.begin(), names.end());
-  return names;
 }
 
 // The value of "key   : value" or "key=value" in a text of such lines.
@@ -61,22 +37,6 @@ std::string field(const std::string& text, const std::string& key, char separato
   return {};
 }
 
-bool can_load(const char* library) {
-  // It stays mapped: libfabric's own libraries do not give back all that they took.
-  void* handle = dlopen(library, RTLD_LAZY | RTLD_LOCAL | RTLD_NODELETE);
-  if (handle == nullptr) return false;
-  dlclose(handle);
-  return true;
-}
-
-std::string simd() {
-#if defined(__aarch64__)
-  return "neon";
-#else
-  return std::string(host_kernels());
-#endif
-}
-
 double cpu_quota() {
   double quota = 0;
   double period = 0;
@@ -88,8 +48,8 @@ double cpu_quota() {
   return 0;
 }
 
-Machine::Cpu look_at_cpu() {
-  Machine::Cpu cpu;
+SystemFacts::Cpu look_at_cpu() {
+  SystemFacts::Cpu cpu;
   utsname name{};
   uname(&name);
   cpu.architecture = name.machine;
@@ -100,7 +60,6 @@ Machine::Cpu look_at_cpu() {
   cpu.usable_cores =
       sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : cpu.cores;  // > 1024 cores
   cpu.quota_cores = cpu_quota();
-  cpu.simd = simd();
   return cpu;
 }
 
@@ -108,9 +67,9 @@ std::uint64_t kibibytes(const std::string& meminfo, const std::string& key) {
   return std::strtoull(field(meminfo, key, ':').c_str(), nullptr, 10) * 1024;
 }
 
-Machine::Memory look_at_memory() {
+SystemFacts::Memory look_at_memory() {
   const std::string meminfo = read_text("/proc/meminfo");
-  Machine::Memory memory{kibibytes(meminfo, "MemTotal"), kibibytes(meminfo, "MemAvailable"), 0};
+  SystemFacts::Memory memory{kibibytes(meminfo, "MemTotal"), kibibytes(meminfo, "MemAvailable"), 0};
   for (const char* path :
        {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
     const std::uint64_t limit = std::strtoull(read_text(path).c_str(), nullptr, 10);
@@ -119,8 +78,8 @@ Machine::Memory look_at_memory() {
   return memory;
 }
 
-Machine::SharedMemory look_at_shared_memory() {
-  Machine::SharedMemory shm;
+SystemFacts::SharedMemory look_at_shared_memory() {
+  SystemFacts::SharedMemory shm;
   struct statvfs status{};
   if (statvfs("/dev/shm", &status) != 0) return shm;
   shm.present = true;
@@ -130,7 +89,7 @@ Machine::SharedMemory look_at_shared_memory() {
   return shm;
 }
 
-Machine::Limits look_at_limits() {
+SystemFacts::Limits look_at_limits() {
   rlimit files{};
   rlimit locked{};
   getrlimit(RLIMIT_NOFILE, &files);
@@ -138,8 +97,8 @@ Machine::Limits look_at_limits() {
   return {files.rlim_cur, files.rlim_max, locked.rlim_cur};
 }
 
-Machine::Kernel look_at_kernel() {
-  Machine::Kernel kernel;
+SystemFacts::Kernel look_at_kernel() {
+  SystemFacts::Kernel kernel;
   utsname name{};
   uname(&name);
   kernel.release = name.release;
@@ -156,44 +115,24 @@ Machine::Kernel look_at_kernel() {
   return kernel;
 }
 
-Machine::Gpus look_at_gpus() {
-  Machine::Gpus gpus;
-  const fs::path folder = "/proc/driver/nvidia/gpus";
-  for (const std::string& name : names_in(folder)) {
-    gpus.names.push_back(field(read_text(folder / name / "information"), "Model", ':'));
-  }
-  gpus.count = static_cast<int>(gpus.names.size());
-  std::istringstream version(read_text("/sys/module/nvidia/version"));
-  version >> gpus.driver;
-  ask_driver(gpus);
-  return gpus;
-}
-
-std::string look_for_container() {
-  if (std::getenv("KUBERNETES_SERVICE_HOST") != nullptr) return "kubernetes";
-  if (exists("/.dockerenv")) return "docker";
-  if (exists("/run/.containerenv")) return "podman";
-  if (std::getenv("APPTAINER_CONTAINER") != nullptr) return "apptainer";
-  if (std::getenv("SINGULARITY_CONTAINER") != nullptr) return "singularity";
-  const char* kind = std::getenv("container");
-  return kind != nullptr ? kind : "";
-}
-
 }  // namespace
 
-Machine look_at_machine() {
-  Machine machine;
-  machine.system = field(read_text("/etc/os-release"), "PRETTY_NAME", '=');
-  machine.container = look_for_container();
-  machine.cpu = look_at_cpu();
-  machine.memory = look_at_memory();
-  machine.shared_memory = look_at_shared_memory();
-  machine.limits = look_at_limits();
-  machine.kernel = look_at_kernel();
-  machine.gpus = look_at_gpus();
-  machine.rdma_devices = names_in("/sys/class/infiniband");
-  machine.libfabric = can_load("libfabric.so.1");
-  return machine;
+SystemFacts system_facts() {
+  SystemFacts facts;
+  facts.system = field(read_text("/etc/os-release"), "PRETTY_NAME", '=');
+  facts.cpu = look_at_cpu();
+  facts.memory = look_at_memory();
+  facts.shared_memory = look_at_shared_memory();
+  facts.limits = look_at_limits();
+  facts.kernel = look_at_kernel();
+  return facts;
 }
 
-}  // namespace ferry::cli
+bool pin_to_core(int core) noexcept {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(static_cast<std::size_t>(core), &cores);
+  return sched_setaffinity(0, sizeof cores, &cores) == 0;
+}
+
+}  // namespace ferry
