@@ -2,13 +2,14 @@
 #include "base/process_limits.hpp"
 
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 
 #include <cerrno>
 #include <ferry/error.hpp>
 #include <new>
 #include <stdexcept>
 #include <system_error>
+
+#include "platform/posix/test_limits.hpp"
 
 namespace ferry {
 namespace {
@@ -17,27 +18,8 @@ bool says(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-/// A soft limit, for one test.
-template <class Resource>
-class Lowered {
- public:
-  Lowered(Resource which, rlim_t to) : which_(which) {
-    getrlimit(which_, &before_);
-    rlimit low = before_;
-    low.rlim_cur = to;
-    EXPECT_EQ(setrlimit(which_, &low), 0);
-  }
-  ~Lowered() { setrlimit(which_, &before_); }
-  Lowered(const Lowered&) = delete;
-  Lowered& operator=(const Lowered&) = delete;
-
- private:
-  Resource which_;
-  rlimit before_{};
-};
-
 TEST(Limits, OfFilesAreToldBeforeTheKernelDoes) {
-  const Lowered limit(RLIMIT_FSIZE, 4096);
+  const test::LoweredLimit limit(Limit::file_size, 4096);
   EXPECT_EQ(file_limit_text(4096), "");
   EXPECT_EQ(file_limit_text(4097),
             "files of this process may have 4096 bytes (ulimit -f), and this needs 4097; raise the "
@@ -45,10 +27,10 @@ TEST(Limits, OfFilesAreToldBeforeTheKernelDoes) {
 }
 
 TEST(Limits, OfAddressSpaceAreNamedWithWhatIsTaken) {
-  const Lowered limit(RLIMIT_AS, rlim_t{1} << 46);  // more than a sanitizer takes
-  rlimit now{};
-  getrlimit(RLIMIT_AS, &now);
-  if (now.rlim_cur == RLIM_INFINITY) GTEST_SKIP() << "an emulator takes no limit of address space";
+  // More than a sanitizer takes.
+  const test::LoweredLimit limit(Limit::address_space, std::uint64_t{1} << 46);
+  if (!limit_of(Limit::address_space))
+    GTEST_SKIP() << "an emulator takes no limit of address space";
   const std::string text = memory_limit_text(123);
   EXPECT_TRUE(says(text,
                    "the address space of this process is limited to 70368744177664 bytes "

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "bootstrap/test_ranks.hpp"
+#include "platform/host.hpp"
 #include "platform/process.hpp"
 
 namespace ferry::bootstrap {
@@ -195,7 +196,7 @@ TEST_F(Environment, TorchrunNeedsNoPortOfItsOwn) {
 }
 
 TEST_F(Environment, RanksOfOneHostNeedNoSecret) {
-  const std::string name = "@ferry." + std::to_string(::geteuid()) + ".29500";
+  const std::string name = "@ferry." + std::to_string(user_id()) + ".29500";
   ::unsetenv("FERRY_SECRET");
   set("LOCAL_WORLD_SIZE", "4");
   TcpOptions options = tcp_options_from_environment();

@@ -61,9 +61,7 @@ class Flood {
         continue;
       }
       ++made_;
-      // Reset when it is closed: no TIME_WAIT keeps a port from other tests.
-      const linger at_once{.l_onoff = 1, .l_linger = 0};
-      ::setsockopt(held.back().get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+      reset_when_closed(held.back());
       if (!words.empty()) write_to(held.back(), words);
       if (held.size() > kHeld) held.pop_front();
     }
@@ -143,8 +141,7 @@ TEST(Flood, AHelloThatIsThereIsReadBeforeItsConnectionGoes) {
   store.start();
   write_to(store.rank0, hello_of(0, 2));
   for (const Socket* one : std::initializer_list<const Socket*>{&rank, &store.rank0}) {
-    pollfd polled{.fd = one->get(), .events = POLLIN, .revents = 0};
-    ASSERT_EQ(::poll(&polled, 1, 5000), 1);
+    ASSERT_TRUE(comes(*one, 5s));
     std::vector<std::byte> answer(256);
     EXPECT_GT(read_from(*one, answer).bytes, 0u);  // of a challenge; no hang-up
   }
@@ -154,21 +151,20 @@ TEST(Flood, AHelloThatIsThereIsReadBeforeItsConnectionGoes) {
 void challenge_only(const Socket& listener, const TcpOptions& store,
                     const std::atomic<bool>& over) {
   while (!over) {
-    pollfd polled{.fd = listener.get(), .events = POLLIN, .revents = 0};
-    if (::poll(&polled, 1, 10) <= 0) continue;
-    const Socket rank(::accept(listener.get(), nullptr, nullptr));
+    int error = 0;
+    if (!comes(listener, 10ms)) continue;
+    const Socket rank = accept_from(listener, error);
     StoreServer server({.size = store.size, .secret = store.secret});
     const auto id = server.open(std::chrono::steady_clock::now());
     std::byte one{};
-    while (server.output(id).empty() && ::recv(rank.get(), &one, 1, 0) == 1) {
-      server.receive(id, {&one, 1});
-    }
+    const auto reads_one = [&] { return comes(rank, 5s) && read_from(rank, {&one, 1}).bytes == 1; };
+    while (server.output(id).empty() && reads_one()) server.receive(id, {&one, 1});
     for (auto piece = server.output(id); !piece.empty(); piece = server.output(id)) {
       write_to(rank, piece);
       server.written(id, piece.size());
     }
-    ::shutdown(rank.get(), SHUT_WR);
-    while (::recv(rank.get(), &one, 1, 0) == 1) {
+    shut_down(rank, Direction::sending);
+    while (reads_one()) {
     }
   }
 }

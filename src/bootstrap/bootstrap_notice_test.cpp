@@ -8,9 +8,9 @@
 #include <thread>
 
 #include "base/log.hpp"
-#include "base/test_stderr.hpp"
 #include "bootstrap/test_ranks.hpp"
 #include "bootstrap/test_tcp.hpp"
+#include "platform/posix/test_stderr.hpp"
 
 namespace ferry::bootstrap {
 namespace {

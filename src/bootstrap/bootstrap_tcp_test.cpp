@@ -1,21 +1,22 @@
 #include <gtest/gtest.h>
 
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <functional>
 #include <set>
 #include <stdexcept>
 
-#include "base/test_files.hpp"
 #include "bootstrap/frame.hpp"
 #include "bootstrap/socket.hpp"
 #include "bootstrap/store_errors.hpp"
-#include "bootstrap/test_address.hpp"
 #include "bootstrap/test_ranks.hpp"
 #include "bootstrap/test_tcp.hpp"
+#include "platform/host.hpp"
+#include "platform/posix/test_address.hpp"
+#include "platform/posix/test_limits.hpp"
+#include "platform/posix/test_rights.hpp"
+#include "platform/test_child.hpp"
 
 namespace ferry::bootstrap {
 namespace {
@@ -45,7 +46,7 @@ TEST(TcpBootstrap, EveryRankGetsEveryPartInOrder) {
 
 TcpOptions at_unix_socket(int size) {
   TcpOptions options = fresh_options(size);
-  options.address = "@ferry-test." + std::to_string(::getpid());
+  options.address = "@ferry-test." + std::to_string(process_id());
   options.port = 0;
   options.secret.clear();
   return options;
@@ -64,20 +65,13 @@ TEST(TcpBootstrap, RanksOfAUserMeetAtAUnixSocketWithoutASecret) {
 }
 
 // In a child, which becomes another user: what it got, as its exit code.
-template <class Body>
-int as_another_user(const Body& body) {
-  const pid_t child = ::fork();
-  if (child == 0) {
-    if (::setresuid(12345, 12345, 12345) != 0) ::_exit(100);
-    ::_exit(body());
-  }
-  int status = 0;
-  ::waitpid(child, &status, 0);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+int as_another_user(const std::function<int()>& body) {
+  const auto end = test::Child([&] { return test::become_user(12345) ? body() : 100; }).wait();
+  return end.killed ? -1 : end.code;
 }
 
 TEST(TcpBootstrap, AnotherUserIsNotLetInAtAUnixSocket) {
-  if (::geteuid() != 0) GTEST_SKIP() << "only root can be another user";
+  if (user_id() != 0) GTEST_SKIP() << "only root can be another user";
   std::string problem;
   const StoreAddress place{at_unix_socket(1).address, 0};
   const SocketAddress address = resolve(place, 0, problem).at(0);
@@ -450,8 +444,8 @@ TEST(TcpBootstrap, FiftyCyclesLeakNothing) {
                    [&](int r) { tcp_bootstrap(as_rank(base, r))->all_gather(bytes_of("x"), 20s); });
   };
   cycle();  // what a first use keeps
-  const std::size_t descriptors = entries_of("/proc/self/fd");
-  const std::size_t threads = entries_of("/proc/self/task");
+  const auto descriptors = entries_of("/proc/self/fd");
+  const auto threads = entries_of("/proc/self/task");
   for (int i = 0; i < 50; ++i) cycle();
   EXPECT_EQ(entries_of("/proc/self/fd"), descriptors);
   EXPECT_EQ(entries_of("/proc/self/task"), threads);
@@ -461,7 +455,7 @@ TEST(TcpBootstrap, WithoutFileDescriptorsARankSaysSoAtOnce) {
   const TcpOptions base = fresh_options(2);
   const auto start = Clock::now();
   for (int rank = 0; rank < 2; ++rank) {
-    const NoFilesLeft none;
+    const test::NoFilesLeft none;
     const Error e = error_from([&] { tcp_bootstrap(as_rank(base, rank)); });
     EXPECT_EQ(e.kind(), ErrorKind::exhausted) << e.what();
     for (const char* word : {"too many open files", "96", "ulimit -n"}) {
@@ -475,7 +469,7 @@ TEST(TcpBootstrap, WithoutFileDescriptorsARankSaysSoAtOnce) {
 TEST(TcpBootstrap, AStoreWithoutFileDescriptorsSaysThatItLetsNobodyIn) {
   const TcpOptions base = fresh_options(2);
   auto boot = tcp_bootstrap(as_rank(base, 0));
-  NoFilesLeft none;
+  test::NoFilesLeft none;
   none.give_back();
   const Socket visitor = connected_to(base);  // takes the one that is left
   const Error e = error_from([&] { boot->all_gather({}, 700ms); });
@@ -506,7 +500,7 @@ TEST(TcpBootstrap, SocketsAreClosedOnExec) {
   int checked = 0;
   for (int fd : open_descriptors()) {
     if (before.count(fd) > 0) continue;
-    EXPECT_TRUE(::fcntl(fd, F_GETFD) & FD_CLOEXEC) << fd;
+    EXPECT_TRUE(test::closes_on_exec(fd)) << fd;
     ++checked;
   }
   EXPECT_GE(checked, 4);  // listener, event, both ends of the own connection

@@ -1,26 +1,20 @@
 // A port for a store that a test starts.
 #pragma once
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <string>
+
+#include "platform/process.hpp"
+#include "platform/socket.hpp"
 
 namespace ferry::test {
 
-inline bool can_bind(std::uint16_t port) {
-  const int probe = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(port);
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  const bool bound =
-      ::bind(probe, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
-  ::close(probe);
-  return bound;
+inline bool can_listen(std::uint16_t port) {
+  int error = 0;
+  std::string problem;
+  return static_cast<bool>(
+      listen_on(resolve_host("127.0.0.1", port, error, problem).front(), error));
 }
 
 /// A port on the loopback address that nobody uses. It is below the ephemeral ports of Linux
@@ -30,9 +24,9 @@ inline std::uint16_t free_port() {
   constexpr unsigned kFirst = 10000, kPorts = 22000;
   static std::atomic<unsigned> calls{0};
   for (unsigned tried = 0; tried < kPorts; ++tried) {
-    const unsigned place = static_cast<unsigned>(::getpid()) * 61 + calls++;
+    const unsigned place = static_cast<unsigned>(process_id()) * 61 + calls++;
     const auto port = static_cast<std::uint16_t>(kFirst + place % kPorts);
-    if (can_bind(port)) return port;
+    if (can_listen(port)) return port;
   }
   std::abort();
 }

@@ -2,16 +2,10 @@
 #pragma once
 #include <ferry/bootstrap.hpp>
 
-#include <arpa/inet.h>
-#include <dirent.h>
-#include <fcntl.h>
-#include <netinet/in.h>
-#include <poll.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
+#include <array>
 #include <chrono>
 #include <cstdlib>
+#include <filesystem>
 #include <iterator>
 #include <set>
 #include <string>
@@ -36,14 +30,26 @@ inline TcpOptions as_rank(TcpOptions options, int rank) {
   return options;
 }
 
-/// A raw connection, blocking; none if nobody listens there.
+/// Whether bytes, a connection or the end have come by then, or room for what is sent.
+inline bool comes(const Socket& socket, std::chrono::milliseconds within) {
+  std::array<Polled, 1> polled{{{.socket = socket.get(), .read = true}}};
+  return wait_for(polled, within);
+}
+inline bool has_room(const Socket& socket, std::chrono::milliseconds within) {
+  std::array<Polled, 1> polled{{{.socket = socket.get(), .write = true}}};
+  return wait_for(polled, within);
+}
+
+/// A raw connection; none if nobody listens there.
 inline Socket connected_to(const TcpOptions& store) {
-  Socket socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in where{};
-  where.sin_family = AF_INET;
-  where.sin_port = htons(store.port);
-  ::inet_pton(AF_INET, store.address.c_str(), &where.sin_addr);
-  if (::connect(socket.get(), reinterpret_cast<sockaddr*>(&where), sizeof where) != 0) return {};
+  int error = 0;
+  std::string problem;
+  const auto where = resolve_host(store.address, store.port, error, problem);
+  if (where.empty()) return {};
+  Socket socket = connect_to(where.front(), error);
+  if (!socket || !has_room(socket, std::chrono::seconds(8)) || connect_result(socket) != 0) {
+    return {};
+  }
   return socket;
 }
 
@@ -53,15 +59,14 @@ inline std::string talk_to(const TcpOptions& store, const std::vector<std::byte>
   std::size_t sent = 0;
   while (sent < bytes.size()) {
     const Transfer put = write_to(socket, std::span(bytes).subspan(sent));
-    if (put.ended || put.bytes == 0) break;
+    if (put.ended || (put.bytes == 0 && !has_room(socket, std::chrono::seconds(8)))) break;
     sent += put.bytes;
   }
   std::string answer;
   std::vector<std::byte> buffer(4096);
   const auto due = std::chrono::steady_clock::now() + std::chrono::seconds(8);
   while (std::chrono::steady_clock::now() < due) {
-    pollfd polled{.fd = socket.get(), .events = POLLIN, .revents = 0};
-    if (::poll(&polled, 1, 100) <= 0) continue;
+    if (!comes(socket, std::chrono::milliseconds(100))) continue;
     const Transfer got = read_from(socket, buffer);
     if (got.ended) return answer;
     answer.append(reinterpret_cast<const char*>(buffer.data()), got.bytes);
@@ -69,23 +74,22 @@ inline std::string talk_to(const TcpOptions& store, const std::vector<std::byte>
   return answer + "(the store did not hang up)";
 }
 
+/// Without the one that this takes.
 inline std::set<int> open_descriptors() {
+  const std::filesystem::path folder = "/proc/self/fd";
+  const auto here = std::filesystem::canonical(folder);
   std::set<int> out;
-  DIR* const folder = ::opendir("/proc/self/fd");
-  while (const dirent* entry = ::readdir(folder)) {
-    const int fd = std::atoi(entry->d_name);
-    if (entry->d_name[0] != '.' && fd != ::dirfd(folder)) out.insert(fd);
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    std::error_code error;
+    if (std::filesystem::read_symlink(entry.path(), error) != here) {
+      out.insert(std::atoi(entry.path().filename().c_str()));
+    }
   }
-  ::closedir(folder);
   return out;
 }
 
-inline std::size_t entries_of(const char* path) {
-  DIR* const folder = ::opendir(path);
-  std::size_t count = 0;
-  while (::readdir(folder) != nullptr) ++count;
-  ::closedir(folder);
-  return count;
+inline std::ptrdiff_t entries_of(const char* path) {
+  return std::distance(std::filesystem::directory_iterator(path), {});
 }
 
 }  // namespace ferry::bootstrap

@@ -3,12 +3,12 @@
 
 #include <latch>
 
-#include "base/test_stderr.hpp"
 #include "core/layout.hpp"
 #include "engine/test_groups.hpp"
 #include "fabric/domains/domain_fabric.hpp"
 #include "fabric/local/local.hpp"
 #include "fabric/sim/sim.hpp"
+#include "platform/posix/test_stderr.hpp"
 
 namespace ferry::engine::test {
 namespace {

@@ -1,11 +1,6 @@
 // Who joins whom: identities and the choice of a fabric.
 #include "fabric/identity.hpp"
 
-#include <signal.h>
-#include <sys/syscall.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -14,9 +9,11 @@
 #include <string>
 #include <thread>
 
-#include "base/test_files.hpp"
 #include "fabric/shm/object.hpp"
 #include "fabric/test_ranks.hpp"
+#include "platform/host.hpp"
+#include "platform/posix/test_limits.hpp"
+#include "platform/posix/test_threads.hpp"
 
 namespace ferry::fabric::test {
 namespace {
@@ -44,11 +41,11 @@ void expect_problem(const std::vector<Identity>& ranks, int peer,
 TEST(Identity, ThisOneIsKnown) {
   const Identity self = this_identity();
   EXPECT_EQ(self.boot_id.size(), 36u);
-  EXPECT_EQ(self.process.pid, getpid());
+  EXPECT_EQ(self.process.pid, process_id());
   EXPECT_NE(self.process.pid_namespace, 0u);
   EXPECT_NE(self.process.start_time, 0u);
   EXPECT_NE(self.shm_device, 0u);
-  EXPECT_EQ(self.user, geteuid());
+  EXPECT_EQ(self.user, user_id());
   EXPECT_EQ(self, this_identity());
 }
 
@@ -125,7 +122,7 @@ TEST(Choose, SaysWhyNothingJoinsThem) {
 TEST(Choose, NamesARankWithoutFileDescriptorsAndNoOtherHost) {
   Identity poor;
   {
-    const NoFilesLeft none;
+    const ferry::test::NoFilesLeft none;
     poor = this_identity();
   }
   EXPECT_NE(poor.problem.find("this process may have 96"), std::string::npos) << poor.problem;
@@ -137,81 +134,67 @@ TEST(Choose, NamesARankWithoutFileDescriptorsAndNoOtherHost) {
 }
 
 TEST(Choose, SharedMemoryWithoutFileDescriptorsSaysSo) {
-  const std::string name = "/ferry-test-no-files-" + std::to_string(getpid());
-  const NoFilesLeft none;
+  const std::string name = "/ferry-test-no-files-" + std::to_string(process_id());
+  const ferry::test::NoFilesLeft none;
   expect_error(ErrorKind::exhausted, {"rank 3", "too many open files", "96", "ulimit -n"},
                [&] { create_object(name, 4096, 3); });
 }
 
+void sleep_on() {
+  for (;;) std::this_thread::sleep_for(1h);
+}
+
+/// A child that does not come back.
+struct OwnChild {
+  explicit OwnChild(const std::function<void()>& body = sleep_on)
+      : child([&] {
+          body();
+          sleep_on();
+          return 0;
+        }) {
+    name = this_process();
+    name.pid = child.pid();
+    name.start_time = start_time_of(child.pid()).value_or(0);
+  }
+  ferry::test::Child child;
+  ProcessName name{};
+};
+
 TEST(ProcessWatch, SeesThroughReusedNumbers) {
-  ProcessName self = this_process();
-  EXPECT_EQ(ProcessWatch(self).state(), PeerState::alive);
-  ProcessName parent = self;
-  parent.pid = getppid();
-  parent.start_time = start_time_of(parent.pid).value_or(0);
-  if (parent.pid > 0 && parent.start_time > 0) {
-    EXPECT_EQ(ProcessWatch(parent).state(), PeerState::alive);
-    parent.start_time -= 1;  // an earlier process had this number
-    EXPECT_EQ(ProcessWatch(parent).state(), PeerState::dead);
-    parent.pid_namespace += 1;  // the number means nothing here
-    EXPECT_EQ(ProcessWatch(parent).state(), PeerState::unknown);
-  }
-  const pid_t child = fork();
-  if (child == 0) {
-    for (;;) pause();
-  }
-  ProcessName name = self;
-  name.pid = child;
-  name.start_time = start_time_of(child).value_or(0);
+  EXPECT_EQ(ProcessWatch(this_process()).state(), PeerState::alive);
+  OwnChild other;
+  const ProcessName name = other.name;
+  ProcessName earlier = name;
+  earlier.start_time -= 1;  // an earlier process had this number
+  EXPECT_EQ(ProcessWatch(earlier).state(), PeerState::dead);
+  earlier.pid_namespace += 1;  // the number means nothing here
+  EXPECT_EQ(ProcessWatch(earlier).state(), PeerState::unknown);
   ProcessWatch watch(name);
   EXPECT_EQ(watch.state(), PeerState::alive);
-  kill(child, SIGKILL);
+  other.child.kill();
   EXPECT_TRUE(eventually([&] { return watch.state() == PeerState::dead; }, 2s));  // a zombie
   EXPECT_EQ(ProcessWatch(name).state(), PeerState::dead);  // also if watched only from now on
-  waitpid(child, nullptr, 0);
+  other.child.wait();
   EXPECT_EQ(watch.state(), PeerState::dead);
   EXPECT_EQ(ProcessWatch(name).state(), PeerState::dead);
 }
-
-/// A child of fork that runs `body` and does not come back.
-struct OwnChild {
-  explicit OwnChild(const std::function<void()>& body) : pid(fork()) {
-    if (pid == 0) {
-      body();
-      for (;;) pause();
-    }
-    name = this_process();
-    name.pid = pid;
-    name.start_time = start_time_of(pid).value_or(0);
-  }
-  ~OwnChild() {
-    kill(pid, SIGKILL);
-    waitpid(pid, nullptr, 0);
-  }
-  const pid_t pid;
-  ProcessName name{};
-};
 
 TEST(ProcessWatch, EndsBeforeItIsDead) {
   // The pages keep the kernel busy between the two; a busy machine may still miss the moment.
   constexpr std::size_t kBytes = std::size_t{256} << 20;
   int tries = 0;
   for (bool seen = false; !seen && tries < 20; ++tries) {
-    int filled[2];
-    ASSERT_EQ(pipe(filled), 0);
-    const OwnChild child([&] {
+    const auto board = make_board();
+    OwnChild other([&] {
       const std::unique_ptr<volatile char[]> pages(new char[kBytes]);  // volatile: written for real
       for (std::size_t at = 0; at < kBytes; at += 4096) pages[at] = 1;
-      (void)!write(filled[1], "", 1);
-      for (;;) pause();
+      board->notes[0] = 1;
+      sleep_on();
     });
-    ProcessWatch watch(child.name);
-    char byte = 0;
-    ASSERT_EQ(read(filled[0], &byte, 1), 1);
-    close(filled[0]);
-    close(filled[1]);
+    ProcessWatch watch(other.name);
+    ASSERT_TRUE(eventually([&] { return board->notes[0] == 1; }));
     EXPECT_FALSE(watch.ends());
-    kill(child.pid, SIGKILL);
+    other.child.kill();
     while (watch.state() == PeerState::alive && !seen) {
       seen = watch.ends() && watch.state() == PeerState::alive;
     }
@@ -221,14 +204,12 @@ TEST(ProcessWatch, EndsBeforeItIsDead) {
 }
 
 TEST(ProcessWatch, DoesNotEndWithItsFirstThread) {
-  const OwnChild child([] {
-    std::thread([] {
-      for (;;) pause();
-    }).detach();
-    syscall(SYS_exit, 0);  // this thread alone
+  OwnChild other([] {
+    std::thread(sleep_on).detach();
+    ferry::test::end_this_thread();
   });
-  ProcessWatch watch(child.name);
-  const std::string stat = "/proc/" + std::to_string(child.pid) + "/stat";
+  ProcessWatch watch(other.name);
+  const std::string stat = "/proc/" + std::to_string(other.child.pid()) + "/stat";
   const auto first_ended = [&] {
     std::string line;
     return std::getline(std::ifstream(stat), line) && line.find(") Z ") != std::string::npos;
@@ -236,20 +217,14 @@ TEST(ProcessWatch, DoesNotEndWithItsFirstThread) {
   ASSERT_TRUE(eventually(first_ended, 5s));
   EXPECT_FALSE(watch.ends());
   EXPECT_EQ(watch.state(), PeerState::alive);
-  kill(child.pid, SIGKILL);
+  other.child.kill();
   EXPECT_TRUE(eventually([&] { return watch.ends(); }, 5s));
 }
 
 /// Sleeps on a word that nobody changes, far longer than the test may take.
 TEST(DeathWatch, EndSleepsOfOtherWords) {
-  const pid_t child = fork();
-  if (child == 0) {
-    for (;;) pause();
-  }
-  ProcessName name = this_process();
-  name.pid = child;
-  name.start_time = start_time_of(child).value_or(0);
-  ProcessWatch watch(name);
+  OwnChild other;
+  ProcessWatch watch(other.name);
   const std::uint64_t before = DeathWatch::count();
   std::atomic<bool> woken{false};
   alignas(protocol::kFlagStride) std::uint64_t words[2] = {};
@@ -259,12 +234,11 @@ TEST(DeathWatch, EndSleepsOfOtherWords) {
   });
   const protocol::Flag sleepers{words + 1};
   EXPECT_TRUE(eventually([&] { return sleepers.load(protocol::order::relaxed) > 0; }));
-  kill(child, SIGKILL);
+  other.child.kill();
   EXPECT_TRUE(eventually([&] { return woken.load(); }));
   EXPECT_EQ(DeathWatch::count(), before + 1);
   EXPECT_EQ(watch.state(), PeerState::dead);
   sleeper.join();
-  waitpid(child, nullptr, 0);
 }
 
 TEST(DeathWatch, AThreadOnlyWhileProcessesAreWatched) {
@@ -272,21 +246,17 @@ TEST(DeathWatch, AThreadOnlyWhileProcessesAreWatched) {
     return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {});
   };
   const auto alone = threads();
-  ProcessName parent = this_process();
-  parent.pid = getppid();
-  parent.start_time = start_time_of(parent.pid).value_or(0);
+  const OwnChild other;
   {
-    ProcessWatch watch(parent);
-    ProcessWatch another(parent);
+    ProcessWatch watch(other.name);
+    ProcessWatch another(other.name);
     EXPECT_EQ(threads(), alone + 1);
-    const pid_t child = fork();
-    if (child == 0) {  // the parent's thread and its descriptors stay as they are
-      {
-        ProcessWatch moved(std::move(watch));
-      }
-      _exit(0);
-    }
-    waitpid(child, nullptr, 0);
+    // The parent's thread and its descriptors stay as they are.
+    ferry::test::Child forked([&] {
+      ProcessWatch moved(std::move(watch));
+      return 0;
+    });
+    EXPECT_TRUE(forked.wait().good());
   }
   EXPECT_TRUE(eventually([&] { return threads() == alone; }));
 }

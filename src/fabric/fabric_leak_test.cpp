@@ -1,9 +1,8 @@
 // Creating and destroying fabrics 200 times leaves nothing: descriptors, mappings, threads, names.
-#include <dirent.h>
-
+#include <filesystem>
 #include <fstream>
 
-#include "fabric/shm/names.hpp"
+#include "fabric/test_names.hpp"
 #include "fabric/test_ranks.hpp"
 
 namespace ferry::fabric::test {
@@ -16,25 +15,16 @@ struct Usage {
   long names;
 };
 
-long entries(const char* folder, const std::function<bool(const char*)>& counts) {
-  long count = 0;
-  DIR* opened = opendir(folder);
-  if (opened == nullptr) return -1;
-  while (const dirent* entry = readdir(opened)) count += counts(entry->d_name);
-  closedir(opened);
-  return count;
+long entries(const char* folder) {
+  return std::distance(std::filesystem::directory_iterator(folder), {});
 }
 
 Usage usage() {
-  const auto visible = [](const char* name) { return name[0] != '.'; };
   std::ifstream maps("/proc/self/maps");
   long lines = 0;
   for (std::string line; std::getline(maps, line);) ++lines;
-  return {entries("/proc/self/fd", visible), lines, entries("/proc/self/task", visible),
-          entries("/dev/shm", [](const char* name) {
-            const auto owner = owner_of(name);
-            return owner && owner->pid == process_id();
-          })};
+  return {entries("/proc/self/fd"), lines, entries("/proc/self/task"),
+          static_cast<long>(own_names().size())};
 }
 
 class LeakTest : public ::testing::TestWithParam<Setting> {};

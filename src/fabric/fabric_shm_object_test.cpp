@@ -1,21 +1,15 @@
 // Shared memory objects: a full /dev/shm, objects that are not the peer's, names.
-#include <fcntl.h>
-#include <sched.h>
-#include <sys/mman.h>
-#include <sys/mount.h>
-#include <sys/stat.h>
-#include <sys/statvfs.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <algorithm>
+#include <filesystem>
+#include <fstream>
 
 #include "fabric/shm/door.hpp"
 #include "fabric/shm/names.hpp"
 #include "fabric/shm/object.hpp"
 #include "fabric/test_names.hpp"
 #include "fabric/test_ranks.hpp"
-#include "platform/unique_descriptor.hpp"
+#include "platform/pages.hpp"
+#include "platform/posix/test_rights.hpp"
 
 namespace ferry::fabric::test {
 namespace {
@@ -24,15 +18,13 @@ constexpr Setting kShm{"shm", "shm", true};
 
 TEST(ShmObject, MoreThanDevShmHoldsIsRefused) {
   run_ranks(kShm, 2, [](Rank& me) {
-    struct statvfs info{};
-    ASSERT_EQ(statvfs("/dev/shm", &info), 0);
-    if (info.f_blocks == 0) GTEST_SKIP() << "/dev/shm has no limit";
+    const std::size_t total = std::filesystem::space("/dev/shm").capacity;
+    if (total == 0) GTEST_SKIP() << "/dev/shm has no limit";
     const auto fabric = me.make();
-    const std::size_t total = info.f_blocks * info.f_frsize;
     expect_error(ErrorKind::exhausted,
                  {"/dev/shm", "needed " + std::to_string(total + 4096), "free ", "--shm-size"},
                  [&] { fabric->register_memory(total + 4096); });
-    EXPECT_TRUE(names_of({getpid()}).empty());
+    EXPECT_TRUE(own_names().empty());
     EXPECT_EQ(fabric->register_memory(4096).id, 0u);  // the failure took no number
     me.barrier();
   });
@@ -40,11 +32,7 @@ TEST(ShmObject, MoreThanDevShmHoldsIsRefused) {
 
 /// A small /dev/shm for this process alone; false without the right to mount.
 bool private_dev_shm(const char* options) {
-  if (unshare(CLONE_NEWNS) == 0 &&
-      mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
-      mount("tmpfs", "/dev/shm", "tmpfs", 0, options) == 0) {
-    return true;
-  }
+  if (ferry::test::own_mounts() && ferry::test::mount_memory("/dev/shm", options)) return true;
   std::printf("not shown: this test needs the right to mount\n");
   return false;
 }
@@ -77,37 +65,34 @@ TEST(ShmObject, TwoThatFillDevShmTogetherGetNoSignal) {
   run_ranks(kShm, 1, [](Rank&) {
     if (!private_dev_shm("size=4m")) return;
     const std::string name = object_name({1, 2}, this_process(), 0, 0);
-    std::vector<pid_t> children;
-    for (const char* suffix : {"a", "b"}) {
-      children.push_back(fork());
-      if (children.back() != 0) continue;
+    const auto fill = [](const std::string& own) {
       for (int i = 0; i < 100; ++i) {
         try {
-          const SharedObject object = create_object(name + suffix, 3 << 20, 0);
+          const SharedObject object = create_object(own, 3 << 20, 0);
           std::memset(object.memory->data(), 1, 3 << 20);
-          shm_unlink((name + suffix).c_str());
+          remove_section(own);
         } catch (const Error& e) {
-          if (e.kind() != ErrorKind::exhausted) _exit(2);
-          if (access(("/dev/shm" + name + suffix).c_str(), F_OK) == 0) _exit(3);  // a name is left
+          if (e.kind() != ErrorKind::exhausted) return 2;
+          if (section_exists(own)) return 3;  // a name is left
         }
       }
-      _exit(0);
-    }
-    for (const pid_t child : children) {
-      int status = -1;
-      waitpid(child, &status, 0);
-      EXPECT_EQ(status, 0);
-    }
+      return 0;
+    };
+    ferry::test::Child a([&] { return fill(name + "a"); }), b([&] { return fill(name + "b"); });
+    for (ferry::test::Child* child : {&a, &b}) EXPECT_TRUE(child->wait().good());
   });
 }
 
 /// Pages of which this process has page table entries: bit 63 of proc_pid_pagemap(5).
 std::size_t mapped_pages(const Memory& memory) {
-  const UniqueDescriptor map(open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
+  std::ifstream map;
+  map.rdbuf()->pubsetbuf(nullptr, 0);  // it is read by whole entries alone
+  map.open("/proc/self/pagemap", std::ios::binary);
   std::vector<std::uint64_t> entries(memory.mapped() / 4096);
   const auto first = reinterpret_cast<std::uintptr_t>(memory.data()) / 4096;
-  EXPECT_EQ(pread(map.get(), entries.data(), entries.size() * 8, static_cast<off_t>(first * 8)),
-            static_cast<ssize_t>(entries.size() * 8));
+  map.seekg(static_cast<std::streamoff>(first * 8));
+  EXPECT_TRUE(map.read(reinterpret_cast<char*>(entries.data()),
+                       static_cast<std::streamsize>(entries.size() * 8)));
   return static_cast<std::size_t>(
       std::count_if(entries.begin(), entries.end(), [](auto entry) { return entry >> 63 != 0; }));
 }
@@ -119,7 +104,7 @@ TEST(ShmObject, PagesOfAPeerAreTouchedAtOnceOnlyOnDemand) {
   const Attachment attachment{Wire::shm, 1, 0, 0, kPages * 4096, {}};
   EXPECT_EQ(mapped_pages(*open_object(name, attachment, object.inode, false)), 0u);
   EXPECT_EQ(mapped_pages(*open_object(name, attachment, object.inode, true)), kPages);
-  shm_unlink(name.c_str());
+  remove_section(name);
 }
 
 TEST(ShmObject, AnObjectThatIsNotThePeersIsRefused) {
@@ -133,13 +118,13 @@ TEST(ShmObject, AnObjectThatIsNotThePeersIsRefused) {
   larger.bytes = 8193;
   expect_error(ErrorKind::system, {"has only 8192 bytes"},
                [&] { open_object(name, larger, object.inode); });
-  ASSERT_EQ(chmod(("/dev/shm" + name).c_str(), 0660), 0);
+  std::filesystem::permissions("/dev/shm" + name, static_cast<std::filesystem::perms>(0660));
   expect_error(ErrorKind::system, {"is not the object"},
                [&] { open_object(name, attachment, object.inode); });
   // A name that is there is never taken over.
   expect_error(ErrorKind::system, {"shm_open", "exists"}, [&] { create_object(name, 4096, 0); });
-  EXPECT_EQ(access(("/dev/shm" + name).c_str(), F_OK), 0);
-  shm_unlink(name.c_str());
+  EXPECT_TRUE(section_exists(name));
+  remove_section(name);
   expect_error(ErrorKind::system, {"died or left"},
                [&] { open_object(name, attachment, object.inode); });
 }
@@ -178,11 +163,11 @@ TEST(ShmObject, OtherNamesAreNotOurs) {
 
 /// What another user may put under a name that it foresees: opening it must not wait for a writer.
 TEST(ShmDoors, AFifoHoldsUpNobody) {
-  const JobKey key = door_key("of the fifo " + std::to_string(getpid()));
+  const JobKey key = door_key("of the fifo " + std::to_string(process_id()));
   const std::string file = "/dev/shm" + object_name(key, this_process(), 1, 0);
-  ASSERT_EQ(mkfifo(file.c_str(), 0600), 0);
+  ASSERT_TRUE(ferry::test::make_fifo(file));
   const bool none = Doors(key, 0, 2).list().empty();
-  unlink(file.c_str());
+  std::filesystem::remove(file);
   EXPECT_TRUE(none);
 }
 

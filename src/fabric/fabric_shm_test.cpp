@@ -1,48 +1,45 @@
 // What only processes can do: die, be stopped, fork, leave names behind.
-#include <signal.h>
-#include <sys/stat.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
+#include <csignal>
+#include <filesystem>
 #include <random>
 
 #include "fabric/shm/handshake.hpp"
 #include "fabric/shm/names.hpp"
 #include "fabric/test_names.hpp"
 #include "fabric/test_ranks.hpp"
+#include "platform/posix/test_rights.hpp"
 
 namespace ferry::fabric::test {
 namespace {
 
 constexpr Setting kShmProcesses{"shm", "shm", true};
 
-std::set<pid_t> pids_of(const Processes& processes, int ranks) {
-  std::set<pid_t> pids;
-  for (int r = 0; r < ranks; ++r) pids.insert(processes.pid(r));
+std::set<std::int64_t> pids_of(Processes& processes, int ranks) {
+  std::set<std::int64_t> pids;
+  for (int r = 0; r < ranks; ++r) pids.insert(processes[r].pid());
   return pids;
 }
 
 void die() {
-  kill(getpid(), SIGKILL);
-  for (;;) pause();
+  std::raise(SIGKILL);
 }
 
 TEST(ShmFabric, NamesAreForTheOwnerAndGoWithTheSeal) {
   run_ranks(kShmProcesses, 2, [](Rank& me) {
-    umask(0777);  // takes even the owner's rights from new files
+    ferry::test::withhold_rights();
     const auto fabric = me.make();
     const Segment mine = fabric->register_memory(5000);
-    const auto names = names_of({getpid()});
+    const auto names = own_names();
     ASSERT_EQ(names.size(), 1u);
-    struct stat info{};
-    ASSERT_EQ(stat(("/dev/shm/" + *names.begin()).c_str(), &info), 0);
-    EXPECT_EQ(info.st_mode & 07777, 0600u);
-    EXPECT_EQ(info.st_size, 8192);
+    const std::string file = "/dev/shm/" + *names.begin();
+    EXPECT_EQ(std::filesystem::status(file).permissions(),
+              static_cast<std::filesystem::perms>(0600));
+    EXPECT_EQ(std::filesystem::file_size(file), 8192u);
     const auto handles = me.bootstrap.all_gather(mine.handle, kDeadline, {});
     fabric->attach(1 - me.rank(), 0, 5000, handles[std::size_t(1 - me.rank())]);
     me.barrier();
     fabric->seal(mine.id);
-    EXPECT_TRUE(names_of({getpid()}).empty());
+    EXPECT_TRUE(own_names().empty());
     me.barrier();
   });
 }
@@ -51,9 +48,9 @@ TEST(ShmFabric, NothingIsLeftByARankThatSealsNothing) {
   run_ranks(kShmProcesses, 2, [](Rank& me) {
     auto fabric = me.make();
     for (int i = 0; i < 3; ++i) fabric->register_memory(4096);
-    EXPECT_EQ(names_of({getpid()}).size(), 3u);
+    EXPECT_EQ(own_names().size(), 3u);
     fabric.reset();
-    EXPECT_TRUE(names_of({getpid()}).empty());
+    EXPECT_TRUE(own_names().empty());
     me.barrier();
   });
 }
@@ -62,7 +59,7 @@ TEST(ShmFabric, OneRankNeedsNoName) {
   run_ranks(kShmProcesses, 1, [](Rank& me) {
     const auto fabric = me.make();
     fabric->register_memory(4096);
-    EXPECT_TRUE(names_of({getpid()}).empty());
+    EXPECT_TRUE(own_names().empty());
   });
 }
 
@@ -130,10 +127,10 @@ TEST(ShmFabric, AStoppedPeerIsAlive) {
     me.board.notes[2] = 1;
   });
   EXPECT_TRUE(eventually([&] { return ranks.board().notes[0] == 2; }));
-  kill(ranks.pid(1), SIGSTOP);
+  ranks[1].signal(SIGSTOP);
   ranks.board().notes[1] = 1;
   EXPECT_TRUE(eventually([&] { return ranks.ended(0); }));
-  kill(ranks.pid(1), SIGCONT);
+  ranks[1].signal(SIGCONT);
   ranks.expect_success();
 }
 
@@ -173,15 +170,15 @@ TEST(ShmFabric, KilledAtAnyMomentNothingIsLeft) {
       EXPECT_TRUE(eventually([&] { return me.board.notes[2] == 1; }));  // the parent counted
       if (!forgets || me.rank() != 0) return;
       fabric->forget(2);
-      EXPECT_TRUE(names_of({static_cast<pid_t>(me.board.notes[3])}).empty());
+      EXPECT_TRUE(names_of({me.board.notes[3].load()}).empty());
     });
     const auto pids = pids_of(ranks, 3);
-    ranks.board().notes[3] = ranks.pid(2);
+    ranks.board().notes[3] = ranks[2].pid();
     EXPECT_TRUE(eventually([&] { return ranks.board().notes[0] == 3; }));
     std::this_thread::sleep_for(std::chrono::microseconds(random() % 20'000));
-    kill(ranks.pid(2), SIGKILL);
+    ranks[2].kill();
     EXPECT_TRUE(eventually([&] { return ranks.board().notes[1] == 2; }));
-    if (!names_of({ranks.pid(2)}).empty()) ++rounds_with_names;
+    if (!names_of({ranks[2].pid()}).empty()) ++rounds_with_names;
     ranks.board().notes[2] = 1;
     ranks.expect_success({2});
     EXPECT_TRUE(names_of(pids).empty()) << *names_of(pids).begin();
@@ -218,17 +215,14 @@ TEST(ShmFabric, AForkedChildRemovesNothing) {
   run_ranks(kShmProcesses, 2, [](Rank& me) {
     auto fabric = me.make();
     fabric->register_memory(4096);
-    const pid_t pid = fork();
-    if (pid == 0) {
+    ferry::test::Child child([&] {
       fabric->seal(0);
       fabric->forget(1 - me.rank());
       fabric.reset();
-      _exit(0);
-    }
-    int status = 1;
-    ASSERT_EQ(waitpid(pid, &status, 0), pid);
-    EXPECT_EQ(status, 0);
-    EXPECT_EQ(names_of({getpid()}).size(), 1u);
+      return 0;
+    });
+    EXPECT_TRUE(child.wait().good());
+    EXPECT_EQ(own_names().size(), 1u);
     me.barrier();
   });
 }

@@ -2,10 +2,6 @@
 #pragma once
 #include <gtest/gtest.h>
 
-#if __has_include(<dlfcn.h>)
-#include <dlfcn.h>
-#endif
-
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -27,6 +23,7 @@
 #include "fabric/ofi/ofi.hpp"
 #include "fabric/shm/shm.hpp"
 #include "fabric/sim/sim.hpp"
+#include "platform/library.hpp"
 #include "platform/test_child.hpp"
 #include "protocol/watch.hpp"
 
@@ -141,11 +138,8 @@ inline OfiOptions ofi_options() {
 /// Why the ofi fabric cannot be tested here; empty: it can.
 inline std::string no_ofi() {
   if (!ofi_is_built()) return "built without the headers of libfabric";
-#if __has_include(<dlfcn.h>)
-  static const bool there = dlopen("libfabric.so.1", RTLD_NOW) != nullptr;
-  if (there) return {};
-#endif
-  return "libfabric.so.1 is not installed";
+  static const Library library("libfabric.so.1");
+  return library ? "" : "libfabric.so.1 is not installed";
 }
 
 constexpr bool thread_sanitizer() {
@@ -235,9 +229,7 @@ class Processes {
   Processes(const Processes&) = delete;
   Processes& operator=(const Processes&) = delete;
 
-  int pid(int rank) const {
-    return static_cast<int>(children_[static_cast<std::size_t>(rank)].pid());
-  }
+  ferry::test::Child& operator[](int rank) { return children_[static_cast<std::size_t>(rank)]; }
   Board& board() { return *board_; }
 
   /// Whether the rank has ended; does not reap it.

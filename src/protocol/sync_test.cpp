@@ -1,14 +1,11 @@
 #include "protocol/sync.hpp"
 
 #include <gtest/gtest.h>
-#include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <chrono>
-#include <csignal>
 #include <thread>
 
+#include "platform/test_child.hpp"
 #include "protocol/failure_broadcast.hpp"
 #include "protocol/thread_ranks_test.hpp"
 #include "protocol/watch.hpp"
@@ -91,9 +88,8 @@ TEST(Wait, StoreAndWakeEndASleep) {
 }
 
 TEST(Wait, WakesAcrossProcesses) {
-  void* page = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  ASSERT_NE(page, MAP_FAILED);
-  auto* words = static_cast<std::uint64_t*>(page);
+  const auto page = test::shared_block(4096);
+  auto* words = static_cast<std::uint64_t*>(page.get());
   constexpr Generation kRounds = 200;
   const auto play = [&](int me) {  // ping-pong: each waits for the other's flag, without spinning
     for (Generation g = 1; g <= kRounds; ++g) {
@@ -107,22 +103,16 @@ TEST(Wait, WakesAcrossProcesses) {
     return true;
   };
   const auto start = steady_clock::now();
-  const pid_t child = fork();
-  ASSERT_GE(child, 0);
-  if (child == 0) _exit(play(1) ? 0 : 1);
+  test::Child child([&] { return play(1) ? 0 : 1; });
   EXPECT_TRUE(play(0));
-  int code = -1;
-  ASSERT_EQ(waitpid(child, &code, 0), child);
-  EXPECT_TRUE(WIFEXITED(code) && WEXITSTATUS(code) == 0);
+  EXPECT_TRUE(child.wait().good());
   EXPECT_LT(since(start), std::chrono::seconds(20));
-  munmap(page, 4096);
 }
 
 /// Its count stays; those who sleep on the flag later are woken as before.
 TEST(Wait, AProcessKilledInItsSleepLosesNoWake) {
-  void* page = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  ASSERT_NE(page, MAP_FAILED);
-  const Flag flag{static_cast<std::uint64_t*>(page)};
+  const auto page = test::shared_block(4096);
+  const Flag flag{static_cast<std::uint64_t*>(page.get())};
   const Flag sleepers{flag.word + 1};
   const auto await = [flag](std::uint64_t wanted) {
     DeadlineWatch watch(std::chrono::seconds(30), 0, 30'000'000'000u);
@@ -131,12 +121,10 @@ TEST(Wait, AProcessKilledInItsSleepLosesNoWake) {
   const auto until_asleep = [sleepers](std::uint64_t count) {
     while (sleepers.load(order::relaxed) != count) std::this_thread::yield();
   };
-  const pid_t child = fork();
-  ASSERT_GE(child, 0);
-  if (child == 0) _exit(await(1) ? 0 : 1);
+  test::Child child([&] { return await(1) ? 0 : 1; });
   until_asleep(1);
-  kill(child, SIGKILL);
-  ASSERT_EQ(waitpid(child, nullptr, 0), child);
+  child.kill();
+  child.wait();
   const auto start = steady_clock::now();
   for (std::uint64_t value = 1; value <= 3; ++value) {
     std::thread sleeper([&] { EXPECT_TRUE(await(value)); });
@@ -146,7 +134,6 @@ TEST(Wait, AProcessKilledInItsSleepLosesNoWake) {
   }
   EXPECT_EQ(sleepers.load(order::relaxed), 1u);
   EXPECT_LT(since(start), std::chrono::seconds(20));
-  munmap(page, 4096);
 }
 
 TEST(FailureBroadcasts, TheFirstOfManyThreadsReachesEveryRank) {

@@ -1,8 +1,6 @@
 // The matrix of throughput mode on GPUs in several virtual domains: the same results as in one.
-#include <signal.h>
-#include <unistd.h>
-
 #include <chrono>
+#include <csignal>
 #include <functional>
 #include <thread>
 
@@ -128,7 +126,7 @@ bool run_killed(const CudaOptions& options) {
       std::thread([&at] {
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
         *at = now_ns();
-        ::kill(getpid(), SIGKILL);
+        std::raise(SIGKILL);
       }).detach();
     }
     try {

@@ -1,8 +1,6 @@
 // Ranks that die, ranks that do not come, and what is left behind.
-#include <signal.h>
-#include <unistd.h>
-
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <filesystem>
 #include <set>
@@ -83,7 +81,7 @@ void exchange_until_killed(Rank& rank, const Kill& kill) {
     std::thread([&kill] {
       std::this_thread::sleep_for(std::chrono::microseconds(20000 + kill.seed % 40000));
       *kill.at_ns = now_ns();
-      ::kill(getpid(), SIGKILL);
+      std::raise(SIGKILL);
     }).detach();
   }
   try {

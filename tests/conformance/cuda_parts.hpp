@@ -1,18 +1,17 @@
 // The parts of conformance_cuda. Each runs fleets of ranks on GPUs, prints what went wrong and one
 // line about what it did, and returns whether all was well.
 #pragma once
-#include <sys/mman.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <new>
-#include <stdexcept>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "fleet.hpp"
+#include "platform/test_child.hpp"
 
 namespace ferry::conformance {
 
@@ -45,20 +44,11 @@ bool run_domain_latency(const CudaOptions& options);
 /// A number that forked ranks share.
 class SharedNumber {
  public:
-  SharedNumber() {
-    void* memory =
-        mmap(nullptr, sizeof(Number), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) throw std::runtime_error("mmap");
-    number_ = new (memory) Number(0);
-  }
-  ~SharedNumber() { munmap(number_, sizeof(Number)); }
-  SharedNumber(const SharedNumber&) = delete;
-  SharedNumber& operator=(const SharedNumber&) = delete;
-  std::atomic<std::int64_t>& operator*() const { return *number_; }
+  std::atomic<std::int64_t>& operator*() const { return *static_cast<Number*>(block_.get()); }
 
  private:
   using Number = std::atomic<std::int64_t>;
-  Number* number_ = nullptr;
+  std::shared_ptr<void> block_ = test::shared_block(sizeof(Number));  // zeroed
 };
 
 /// Nanoseconds of the monotonic clock, the same in all processes.

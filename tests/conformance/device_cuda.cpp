@@ -1,8 +1,5 @@
 // Ordinary memory and GPUs.
 #include <cuda_runtime_api.h>
-#include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -14,6 +11,7 @@
 #include <string>
 
 #include "device.hpp"
+#include "platform/test_child.hpp"
 
 namespace ferry::conformance {
 namespace {
@@ -88,26 +86,20 @@ class Pieces : public std::enable_shared_from_this<Pieces> {
 
 std::vector<std::size_t> free_gpu_bytes() {
   constexpr std::size_t kMost = 64;
-  const std::size_t bytes = (kMost + 1) * sizeof(std::size_t);
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) throw std::runtime_error("mmap");
-  auto* found = static_cast<std::size_t*>(memory);  // a count, then as many sizes
-  const pid_t child = fork();
-  if (child == 0) {
+  const auto memory = test::shared_block((kMost + 1) * sizeof(std::size_t));
+  auto* found = static_cast<std::size_t*>(memory.get());  // a count, then as many sizes
+  test::Child([&] {
     int count = 0;
     std::size_t total = 0;
-    if (cudaGetDeviceCount(&count) != cudaSuccess) _exit(1);
+    if (cudaGetDeviceCount(&count) != cudaSuccess) return 1;
     for (int gpu = 0; gpu < count && found[0] < kMost; ++gpu) {
-      if (cudaSetDevice(gpu) != cudaSuccess) _exit(1);
-      if (cudaMemGetInfo(&found[1 + found[0]], &total) != cudaSuccess) _exit(1);
+      if (cudaSetDevice(gpu) != cudaSuccess) return 1;
+      if (cudaMemGetInfo(&found[1 + found[0]], &total) != cudaSuccess) return 1;
       ++found[0];
     }
-    _exit(0);
-  }
-  if (child > 0) waitpid(child, nullptr, 0);
-  std::vector<std::size_t> free(found + 1, found + 1 + found[0]);
-  munmap(memory, bytes);
-  return free;
+    return 0;
+  }).wait();
+  return {found + 1, found + 1 + found[0]};
 }
 
 void use_device(Device where) {

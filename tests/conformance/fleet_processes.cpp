@@ -1,11 +1,7 @@
-#include <sys/prctl.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <csignal>
-#include <cstdio>
+#include <chrono>
 #include <new>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -18,9 +14,9 @@ extern "C" int __lsan_do_recoverable_leak_check() __attribute__((weak));
 namespace ferry::conformance {
 namespace {
 
-[[noreturn]] void child(Board& board, const Fleet& fleet, int r,
-                        const std::function<void(Rank&)>& body) {
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
+constexpr auto kForEver = std::chrono::seconds(0);
+
+int child(Board& board, const Fleet& fleet, int r, const std::function<void(Rank&)>& body) {
   {
     Rank rank(board, r, fleet.ranks, fleet.wires,
               custom_bootstrap(r, fleet.ranks, gather_on(board.gather, r, fleet.ranks)),
@@ -30,8 +26,7 @@ namespace {
   if (__lsan_do_recoverable_leak_check != nullptr && __lsan_do_recoverable_leak_check() != 0) {
     board.fail(r, "its process leaks memory");
   }
-  std::fflush(nullptr);
-  _exit(0);
+  return 0;
 }
 
 }  // namespace
@@ -46,57 +41,47 @@ std::shared_ptr<Board> make_board() {
 }
 
 void run_processes(Board& board, const Fleet& fleet, const std::function<void(Rank&)>& body) {
-  std::fflush(nullptr);
-  std::vector<pid_t> children;
+  std::vector<ferry::test::Child> children;
   for (int r = 0; r < fleet.ranks; ++r) {
-    const pid_t pid = fork();
-    if (pid == 0) child(board, fleet, r, body);
-    if (pid < 0) board.fail(r, "could not be forked");
-    children.push_back(pid);
+    children.emplace_back([&, r] { return child(board, fleet, r, body); }, kForEver);
   }
-  int left = static_cast<int>(
-      std::count_if(children.begin(), children.end(), [](pid_t pid) { return pid > 0; }));
+  std::vector<bool> left(children.size(), true);
   bool killed = false;
-  for (int n = 0; left > 0; ++n) {
+  for (int n = 0; std::find(left.begin(), left.end(), true) != left.end(); ++n) {
     std::this_thread::sleep_for(std::chrono::microseconds(n < 100 ? 200 : 2000));
     for (int r = 0; r < fleet.ranks; ++r) {
-      pid_t& pid = children[static_cast<std::size_t>(r)];
-      int status = 0;
-      if (pid <= 0 || waitpid(pid, &status, WNOHANG) != pid) continue;
-      pid = 0;
-      --left;
-      if (killed || (WIFEXITED(status) && WEXITSTATUS(status) == 0)) continue;
-      if (r == fleet.victim && WIFSIGNALED(status)) {
+      const auto at = static_cast<std::size_t>(r);
+      if (!left[at] || !children[at].ended()) continue;
+      left[at] = false;
+      const auto end = children[at].wait();
+      if (killed || end.good()) continue;
+      if (r == fleet.victim && end.killed) {
         board.progress[r].ended = true;
         continue;
       }
-      board.fail(r, WIFSIGNALED(status)
-                        ? "its process was ended by signal " + std::to_string(WTERMSIG(status))
-                        : "its process exited with " + std::to_string(WEXITSTATUS(status)));
+      board.fail(r, (end.killed ? "its process was ended by signal " : "its process exited with ") +
+                        std::to_string(end.code));
     }
     const int rank = killed ? -1 : stuck(board, fleet);
     if (rank < 0) continue;
     board.fail(rank, "HANGS");
     killed = true;
-    for (const pid_t pid : children) {
-      if (pid > 0) kill(pid, SIGKILL);
-    }
+    for (ferry::test::Child& one : children) one.kill();
   }
 }
 
 void run_threads_in_child(Board& board, const Fleet& fleet,
                           const std::function<void(Rank&)>& body) {
-  std::fflush(nullptr);
-  const pid_t pid = fork();
-  if (pid == 0) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    run_threads(board, fleet, body);
-    std::fflush(nullptr);
-    _exit(0);
-  }
-  int status = 0;
-  if (pid < 0 || waitpid(pid, &status, 0) != pid || status != 0) {
-    board.fail(0, "the process of all ranks ended with status " + std::to_string(status));
+  ferry::test::Child all(
+      [&] {
+        run_threads(board, fleet, body);
+        return 0;
+      },
+      kForEver);
+  const auto end = all.wait();
+  if (!end.good()) {
+    board.fail(0, std::string("the process of all ranks ended with ") +
+                      (end.killed ? "signal " : "code ") + std::to_string(end.code));
   }
 }
 

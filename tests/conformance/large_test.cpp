@@ -1,19 +1,17 @@
 // Receive memory past 4 GiB: offsets must be 64-bit. In the full run alone, where memory allows.
 #include <gtest/gtest.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <stdexcept>
+#include <span>
 #include <string>
 
 #include "compare.hpp"
 #include "ferry/ferry.hpp"
 #include "fleet.hpp"
 #include "inputs.hpp"
+#include "platform/posix/test_memory.hpp"
 
 namespace ferry::conformance {
 namespace {
@@ -39,31 +37,17 @@ class PatternRows {
  public:
   explicit PatternRows(int rank)
       : rows_(make_rows(static_cast<std::uint64_t>(rank) + 1, Dtype::f32, false, kPattern,
-                        kLargeHidden)) {
-    const int file = memfd_create("ferry pattern", MFD_CLOEXEC);
-    bool ok = file >= 0 && ftruncate(file, static_cast<off_t>(rows_.size())) == 0;
-    ok = ok && pwrite(file, rows_.data(), rows_.size(), 0) == static_cast<ssize_t>(rows_.size());
-    data_ = mmap(nullptr, bytes(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    for (std::size_t at = 0; ok && at < bytes(); at += rows_.size()) {
-      ok = mmap(static_cast<std::byte*>(data_) + at, std::min(rows_.size(), bytes() - at),
-                PROT_READ, MAP_SHARED | MAP_FIXED, file, 0) != MAP_FAILED;
-    }
-    if (file >= 0) close(file);
-    if (!ok) throw std::runtime_error("the pattern could not be mapped");
-  }
-  ~PatternRows() { munmap(data_, bytes()); }
-  PatternRows(const PatternRows&) = delete;
-  PatternRows& operator=(const PatternRows&) = delete;
-
-  const void* data() const { return data_; }
+                        kLargeHidden)),
+        memory_(std::as_bytes(std::span(rows_)), kBytes) {}
+  const void* data() const { return memory_.data(); }
   const std::byte* row(std::int64_t token) const {
     return rows_.data() + static_cast<std::size_t>(token % kPattern) * kRowBytes;
   }
 
  private:
-  static constexpr std::size_t bytes() { return static_cast<std::size_t>(kTokens) * kRowBytes; }
+  static constexpr std::size_t kBytes = static_cast<std::size_t>(kTokens) * kRowBytes;
   Bytes rows_;
-  void* data_ = nullptr;
+  test::PatternMemory memory_;
 };
 
 TEST(Large, RowsPastFourGibibytes) {

@@ -1,12 +1,11 @@
 // Ranks joined by libfabric over TCP, as processes (threads under the thread sanitizer): the same
 // results as anywhere.
 #include <gtest/gtest.h>
-#include <signal.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -16,6 +15,8 @@
 #include "domain_cases.hpp"
 #include "engine/test_network.hpp"
 #include "fleet_test.hpp"
+#include "platform/posix/process_group.hpp"
+#include "platform/process.hpp"
 #include "random.hpp"
 #include "session.hpp"
 
@@ -90,14 +91,14 @@ TEST_F(Network, AWriteThatWaitsForRoomHeedsTheCaller) {
     config.on_wait = [&] {
       if (stop) throw Stopped{};
     };
-    const pid_t mine = getpid();
+    const std::int64_t mine = process_id();
     const auto pids =
         rank.bootstrap()->all_gather(std::as_bytes(std::span(&mine, 1)), std::chrono::seconds(10));
     Group group(rank.bootstrap(), config);
     LatencyExchange exchange(group, {kTokens, kHidden, 1, Dtype::bf16});
     group.barrier();
-    if (rank.rank() == 1) raise(SIGSTOP);
-    pid_t other = 0;
+    if (rank.rank() == 1) std::raise(SIGSTOP);
+    std::int64_t other = 0;
     std::memcpy(&other, pids[1].data(), sizeof other);
     const std::vector<std::uint16_t> x(kTokens * kHidden);
     const std::vector<std::int64_t> ids(kTokens, 1);
@@ -115,7 +116,7 @@ TEST_F(Network, AWriteThatWaitsForRoomHeedsTheCaller) {
     rank.check(stopped, "what on_wait threw did not leave the call");
     rank.check(std::chrono::steady_clock::now() - start < std::chrono::seconds(15),
                "the call went on");
-    kill(other, SIGKILL);
+    kill_process(other);
   });
   EXPECT_TRUE(failures.empty()) << joined(failures);
 }

@@ -28,11 +28,12 @@
 #include <unordered_map>
 #include <vector>
 
-#include "fiber.hpp"
-
+#include "platform/posix/test_fiber.hpp"
 #include "protocol/sync.hpp"
 
 namespace ferry::model {
+
+using test::Fiber;
 
 inline constexpr int kMaxActors = 40;             // fibers, network links, the observer
 inline constexpr int kObserver = kMaxActors - 1;  // looks at the memory when all is over

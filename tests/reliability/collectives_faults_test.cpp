@@ -37,7 +37,7 @@ TensorView view(Values& values) {
 void expect(const Reporter& reporter, bool right, const char* call) {
   if (right) return;
   reporter.line(std::string("wrong values of ") + call);
-  _exit(4);
+  std::_Exit(4);
 }
 
 /// Calls of every kind, of short and of long tensors.

@@ -67,7 +67,7 @@ void exchange(Group& group, Mode mode, const Reporter& reporter) {
         if (sums.as<float>()[t * kHidden + h] !=
             times * x[static_cast<std::size_t>(t * kHidden + h)]) {
           reporter.line("wrong sum");
-          _exit(4);
+          std::_Exit(4);
         }
       }
     }
@@ -241,7 +241,7 @@ TEST(Creation, ARankKilledBeforeTheGroupIsMadeIsNamed) {
   for (int victim : {0, 1}) {
     Ranks ranks(3, [=](int rank, std::shared_ptr<Bootstrap> bootstrap, const Reporter& reporter) {
       reporter.line("going");  // it has met rank 0
-      if (rank == victim) pause();
+      if (rank == victim) std::this_thread::sleep_for(std::chrono::hours(1));
       try {
         Group group(std::move(bootstrap), {.experts = 3, .memory_bytes = 1 << 16});
       } catch (const Error& error) {
@@ -275,7 +275,7 @@ TEST(Jobs, TwoAtOnceDoNotMeet) {
         for (int source = 0; source < 3; ++source) {
           if (received.x.as<float>()[source * 16] != static_cast<float>(marker * 10 + source)) {
             reporter.line("a row of another job");
-            _exit(5);
+            std::_Exit(5);
           }
         }
       }

@@ -1,17 +1,15 @@
 // Several hosts, as Ferry sees them: ranks with another boot id. Those of one share memory, a
 // network joins them, and nobody has to say so.
-#include <sched.h>
-#include <sys/mount.h>
-#include <unistd.h>
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
 
-#include "bootstrap/test_address.hpp"
 #include "engine/test_network.hpp"
+#include "platform/posix/test_address.hpp"
+#include "platform/posix/test_rights.hpp"
+#include "platform/process.hpp"
 #include "processes.hpp"
 
 namespace ferry::test {
@@ -20,12 +18,10 @@ namespace {
 /// From now on this process is on another host, as far as its boot id says. False: not allowed.
 bool move_to_host(int host) {
   const std::string file =
-      (std::filesystem::temp_directory_path() / ("ferry-boot-" + std::to_string(getpid())))
+      (std::filesystem::temp_directory_path() / ("ferry-boot-" + std::to_string(process_id())))
           .string();
   std::ofstream(file) << "0b5e3f6a-0000-4000-8000-00000000000" << host << "\n";
-  const bool moved =
-      unshare(CLONE_NEWNS) == 0 && mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
-      mount(file.c_str(), "/proc/sys/kernel/random/boot_id", nullptr, MS_BIND, nullptr) == 0;
+  const bool moved = own_mounts() && mount_over(file, "/proc/sys/kernel/random/boot_id");
   std::filesystem::remove(file);
   return moved;
 }

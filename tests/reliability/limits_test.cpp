@@ -1,20 +1,19 @@
 // A rank under a limit of its shell (ulimit -v, -f, -n): whatever is too little, it ends in order,
 // and its error says which limit that was.
 #include <gtest/gtest.h>
-#include <sys/resource.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <array>
 #include <csignal>
 #include <cstdint>
-#include <cstdio>
-#include <cstring>
 #include <functional>
 #include <string>
 #include <vector>
 
 #include "engine/arbiter.hpp"
+#include "platform/limits.hpp"
+#include "platform/posix/test_limits.hpp"
+#include "platform/process.hpp"
+#include "platform/test_child.hpp"
 #include "processes.hpp"
 
 namespace ferry::test {
@@ -29,24 +28,21 @@ constexpr bool kSanitized = false;
 #endif
 constexpr std::size_t kMemory = std::size_t{16} << 20;
 
-/// How a child ended: "good", the kind and words of its error, or what killed it.
+/// How a child ended: "good", the kind and words of its error, or nothing.
 struct End {
-  std::string said;
-  int status = -1;
-  bool good() const { return status == 0 && said == "good"; }
+  std::string said{};
+  Child::End how{};
+  bool good() const { return how.good() && said == "good"; }
 };
 
 /// Runs `body` in a child that has the limit, with so much of its stack in use already that no more
 /// of it is needed.
-End under(int which, rlim_t limit, const std::function<void()>& body) {
-  std::array<int, 2> pipe{};
-  if (::pipe(pipe.data()) != 0) return {"pipe", -1};
-  const pid_t pid = ::fork();
-  if (pid == 0) {
+End under(Limit which, std::uint64_t limit, const std::function<void()>& body) {
+  Lines lines;
+  Child child([&] {
     std::array<volatile char, 256 << 10> stack;
     for (std::size_t i = 0; i < stack.size(); i += 4096) stack[i] = 1;
-    const rlimit both{limit, limit};
-    if (::setrlimit(static_cast<__rlimit_resource>(which), &both) != 0) ::_exit(9);
+    if (!set_limit(which, limit)) return 9;
     std::string said = "good";
     try {
       body();
@@ -55,37 +51,17 @@ End under(int which, rlim_t limit, const std::function<void()>& body) {
     } catch (const std::exception& error) {
       said = std::string("not an error of Ferry's: ") + error.what();
     }
-    if (::write(pipe[1], said.data(), said.size()) < 0) ::_exit(8);
-    ::_exit(0);
-  }
-  ::close(pipe[1]);
-  End end;
-  std::array<char, 4096> text{};
-  for (ssize_t got = 0; (got = ::read(pipe[0], text.data(), text.size())) > 0;) {
-    end.said.append(text.data(), std::size_t(got));
-  }
-  ::close(pipe[0]);
-  ::waitpid(pid, &end.status, 0);
-  return end;
+    lines.say(said);
+    return 0;
+  });
+  lines.listen();
+  const std::string said = lines.next(60s);
+  return {said, child.wait()};
 }
 
 std::string describe(const End& end) {
-  if (WIFSIGNALED(end.status)) return "killed by " + std::string(::strsignal(WTERMSIG(end.status)));
-  return end.said + " (status " + std::to_string(end.status) + ")";
-}
-
-rlim_t address_space() {
-  unsigned long pages = 0;
-  std::FILE* const file = std::fopen("/proc/self/statm", "r");
-  if (file == nullptr || std::fscanf(file, "%lu", &pages) != 1) pages = 0;
-  if (file != nullptr) std::fclose(file);
-  return rlim_t{pages} * 4096;
-}
-
-rlim_t open_files() {
-  const int next = ::dup(0);
-  ::close(next);
-  return rlim_t(next);
+  if (end.how.killed) return "killed by signal " + std::to_string(end.how.code);
+  return end.said + " (exit code " + std::to_string(end.how.code) + ")";
 }
 
 /// Creates a group and exchanges rows in it.
@@ -116,7 +92,7 @@ std::function<void()> alone(FabricKind fabric) {
 }
 
 /// A rank alone under a limit; again where somebody else has just taken its port.
-End alone_under(int which, rlim_t limit, FabricKind fabric) {
+End alone_under(Limit which, std::uint64_t limit, FabricKind fabric) {
   End end;
   for (int attempt = 0; attempt < 3; ++attempt) {
     end = under(which, limit, alone(fabric));
@@ -127,7 +103,7 @@ End alone_under(int which, rlim_t limit, FabricKind fabric) {
 
 void expect_words(const End& end, const std::string& option, const std::string& what) {
   if (end.good()) return;
-  EXPECT_EQ(end.status, 0) << what << ": " << describe(end);
+  EXPECT_TRUE(end.how.good()) << what << ": " << describe(end);
   EXPECT_TRUE(end.said.starts_with("exhausted: ")) << what << ": " << describe(end);
   EXPECT_NE(end.said.find("ulimit -" + option), std::string::npos) << what << ": " << describe(end);
 }
@@ -135,10 +111,10 @@ void expect_words(const End& end, const std::string& option, const std::string& 
 /// From nothing more than there is to what is enough.
 void sweep_address_space(FabricKind fabric) {
   if (kSanitized) GTEST_SKIP() << "a sanitizer lives under the same limit";
-  const rlim_t base = address_space();
+  const std::uint64_t base = address_space_taken();
   bool some = false, enough = false;
-  for (rlim_t more = 512 << 10; more < rlim_t{1} << 30; more += more / 2) {
-    const End end = alone_under(RLIMIT_AS, base + more, fabric);
+  for (std::uint64_t more = 512 << 10; more < std::uint64_t{1} << 30; more += more / 2) {
+    const End end = alone_under(Limit::address_space, base + more, fabric);
     expect_words(end, "v", std::to_string(more) + " bytes more");
     some = some || !end.good();
     enough = end.good();
@@ -156,13 +132,13 @@ TEST(Limits, OfAddressSpaceWithSharedMemory) {
   sweep_address_space(FabricKind::shm);
 }
 
-void sweep_files(FabricKind fabric, rlim_t step = 1) {
+void sweep_files(FabricKind fabric, std::uint64_t step = 1) {
   if (kSanitized) GTEST_SKIP() << "a sanitizer lives under the same limit";
-  const rlim_t base = open_files();
+  const auto base = static_cast<std::uint64_t>(next_descriptor());
   int few = 0;
   bool enough = false;
-  for (rlim_t more = 0; more < 64 && !enough; more += step) {
-    const End end = alone_under(RLIMIT_NOFILE, base + more, fabric);
+  for (std::uint64_t more = 0; more < 64 && !enough; more += step) {
+    const End end = alone_under(Limit::open_files, base + more, fabric);
     expect_words(end, "n", std::to_string(more) + " files more");
     enough = end.good();
     few += enough ? 0 : 1;
@@ -180,14 +156,14 @@ TEST(Limits, OfFilesWithSharedMemory) {
 }
 
 TEST(Limits, OfFilesWithANetwork) {
-  if (!alone_under(RLIMIT_NOFILE, 256, FabricKind::ofi).good()) GTEST_SKIP() << "no libfabric";
+  if (!alone_under(Limit::open_files, 256, FabricKind::ofi).good()) GTEST_SKIP() << "no libfabric";
   sweep_files(FabricKind::ofi, 3);
 }
 
 // The kernel would end the process by SIGXFSZ.
 TEST(Limits, OfTheSizeOfFiles) {
-  const End end = alone_under(RLIMIT_FSIZE, kMemory / 2, FabricKind::shm);
-  EXPECT_EQ(end.status, 0) << describe(end);
+  const End end = alone_under(Limit::file_size, kMemory / 2, FabricKind::shm);
+  EXPECT_TRUE(end.how.good()) << describe(end);
   for (const char* word :
        {"exhausted: ", "in /dev/shm: files of this process may have 8388608 bytes", "ulimit -f",
         "needs 16777216"}) {
@@ -198,9 +174,9 @@ TEST(Limits, OfTheSizeOfFiles) {
 
 // As on a full disk: the next attempt finds no file that holds nothing.
 TEST(Limits, AnArbitersFileThatCouldNotBeWrittenIsRemoved) {
-  const engine::ArbiterFile arbiter(testing::TempDir(), {7, static_cast<std::uint64_t>(::getpid())},
-                                    0, 1);
-  const End end = under(RLIMIT_FSIZE, 8, [&] {
+  const engine::ArbiterFile arbiter(testing::TempDir(),
+                                    {7, static_cast<std::uint64_t>(process_id())}, 0, 1);
+  const End end = under(Limit::file_size, 8, [&] {
     std::signal(SIGXFSZ, SIG_IGN);
     arbiter.create();
   });
@@ -212,8 +188,7 @@ TEST(Limits, AnArbitersFileThatCouldNotBeWrittenIsRemoved) {
 // One of two ranks: the other one hears at once, and in words.
 TEST(Limits, OfOneRankAreToldToTheOthers) {
   Ranks ranks(2, [](int rank, std::shared_ptr<Bootstrap> bootstrap, const Reporter& report) {
-    const rlimit small{kMemory / 2, kMemory / 2};
-    if (rank == 1) ::setrlimit(RLIMIT_FSIZE, &small);
+    if (rank == 1) set_limit(Limit::file_size, kMemory / 2);
     try {
       exchange(std::move(bootstrap), FabricKind::shm);
     } catch (const Error& error) {

@@ -1,7 +1,5 @@
-// Ranks as forked processes, which report to the test through a pipe.
+// Ranks as processes, which report to the test line by line.
 #pragma once
-#include <sys/types.h>
-
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -10,6 +8,7 @@
 
 #include "bootstrap/test_port.hpp"
 #include "ferry/ferry.hpp"
+#include "platform/test_child.hpp"
 
 namespace ferry::test {
 
@@ -22,11 +21,11 @@ double now();
 /// What a rank tells: one line at a time.
 class Reporter {
  public:
-  explicit Reporter(int pipe) : pipe_(pipe) {}
-  void line(const std::string& text) const;
+  explicit Reporter(const Lines& lines) : lines_(lines) {}
+  void line(const std::string& text) const { lines_.say(text); }
 
  private:
-  int pipe_;
+  const Lines& lines_;
 };
 
 /// `ranks` children that run `body` and then end. The destructor kills and reaps what is left.
@@ -34,30 +33,27 @@ class Ranks {
  public:
   using Body = std::function<void(int rank, std::shared_ptr<Bootstrap>, const Reporter&)>;
   Ranks(int ranks, const Body& body);
-  ~Ranks();
-  Ranks(const Ranks&) = delete;
-  Ranks& operator=(const Ranks&) = delete;
 
   /// Another process takes the place of a rank that was killed, with a bootstrap that joins.
   void restart(int rank);
   /// The next line of a rank; empty when it ended or `seconds` passed.
   std::string line(int rank, double seconds);
-  void signal(int rank, int number) const;
+  void signal(int rank, int number);
   /// Waits for a rank's end: its exit code, 128 + signal, or −1 after `seconds`.
   int join(int rank, double seconds);
 
  private:
-  struct Child {
-    pid_t pid = -1;
-    int pipe = -1;
-    std::string buffer{};
+  struct Seat {
+    std::unique_ptr<Lines> lines{};
+    std::unique_ptr<Child> child{};
     int status = -1;
   };
   void start(int rank, bool join);
+  Seat& seat(int rank) { return seats_[static_cast<std::size_t>(rank)]; }
 
   Body body_;
   std::uint16_t port_;
-  std::vector<Child> children_;
+  std::vector<Seat> seats_;
 };
 
 }  // namespace ferry::test

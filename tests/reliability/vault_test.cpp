@@ -1,15 +1,12 @@
 // Ranks that are killed in the middle of a put or of a get: the memory that they read or write ends
 // in the middle of a tensor, so that the kernel ends them there.
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <csignal>
-#include <cstdlib>
 #include <numeric>
 #include <sstream>
 
 #include <gtest/gtest.h>
 
+#include "platform/posix/test_memory.hpp"
 #include "processes.hpp"
 
 namespace ferry::test {
@@ -26,13 +23,9 @@ std::uint64_t word(std::int64_t key, std::uint64_t step, std::size_t i) {
 
 /// Memory of a tensor whose second half ends whoever touches it.
 std::uint64_t* half_a_tensor() {
-  void* memory =
-      mmap(nullptr, kWords * 8, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) std::abort();
-  if (mprotect(static_cast<char*>(memory) + kWords * 4, kWords * 4, PROT_NONE) != 0) std::abort();
   std::signal(SIGSEGV, SIG_DFL);
   std::signal(SIGBUS, SIG_DFL);
-  return static_cast<std::uint64_t*>(memory);
+  return reinterpret_cast<std::uint64_t*>(half_memory(kWords * 8));
 }
 
 struct Rank {

@@ -1,6 +1,6 @@
 """Holds the arrows of the house: who may include whom (docs/design.md, "One question a folder").
 
-    bench -> tools, fabric,  python -> tools (the command, one header)
+    bench -> tools, fabric,  python -> tools (the command, one header),  tools -> platform
     python, tools, examples, bench -> include <- api <- {host, cuda} -> engine
     engine -> {protocol, fabric} -> core -> base,  bootstrap -> core;  all but core -> platform
 
@@ -47,11 +47,11 @@ FLOORS = {
     "src/host": GROUND | {"src/engine"},
     "src/cuda": GROUND | {"src/engine"},
     "src/api": GROUND | {"src/bootstrap", "src/engine", "src/host", "src/cuda"},
-    "tools": {"include/ferry"},
+    "tools": {"include/ferry", "src/platform"},
     "python/src": {"include/ferry", "tools"},
     "examples": {"include/ferry"},
     # A measurement compares with what lies below, and runs its ranks as the command does.
-    "bench": {"include/ferry", "src/core", "src/fabric", "tools"},
+    "bench": {"include/ferry", "src/platform", "src/core", "src/fabric", "tools"},
 }
 # A room: a folder inside a floor, and the rooms of the floor that its files may include besides
 # their own. The order is from the ground up: an arrow goes to a room above it in this list. Every
@@ -101,55 +101,14 @@ ROOMS = {
 # tests/ holds what no folder owns: it may look everywhere.
 UNBOUND = ("tests",)
 
-# Who may include headers of an operating system, and ask which one this is. The command uses the
-# public API alone, so it has its own two folders. bench/network_speed.cpp measures NICs between
-# network namespaces.
+# Who may include headers of an operating system, and ask which one this is: the platform, and what
+# drives NICs and GPUs, with its tests.
 SYSTEM_FLOORS = (
     "src/platform",
     "src/fabric/ofi",
     "src/fabric/cuda",
     "src/cuda",
-    "tools/ferry/posix",
-    "tools/ferry/windows",
-    "bench/network_speed.cpp",
-)
-# Tests that may: of GPUs, of processes that are forked, killed and stopped, of networks between
-# namespaces, of files, descriptors and terminals. Others start processes and share memory by
-# platform/test_child.hpp.
-SYSTEM_TESTS = (
-    "src/base/process_limits_test.cpp",
-    "src/base/test_files.hpp",
-    "src/base/test_stderr.hpp",
-    "src/bootstrap/bootstrap_kill_test.cpp",
-    "src/bootstrap/bootstrap_secret_test.cpp",
-    "src/bootstrap/bootstrap_tcp_test.cpp",
-    "src/bootstrap/test_address.hpp",
-    "src/bootstrap/test_port.hpp",
-    "src/bootstrap/test_tcp.hpp",
-    "src/fabric/fabric_identity_test.cpp",
-    "src/fabric/fabric_leak_test.cpp",
-    "src/fabric/fabric_shm_object_test.cpp",
-    "src/fabric/fabric_shm_test.cpp",
-    "src/fabric/test_names.hpp",
-    "src/fabric/test_ranks.hpp",
-    "src/protocol/sync_test.cpp",
-    "tests/conformance/cuda_domains.cpp",
-    "tests/conformance/cuda_faults.cpp",
-    "tests/conformance/cuda_parts.hpp",
-    "tests/conformance/device_cuda.cpp",
-    "tests/conformance/fleet_processes.cpp",
-    "tests/conformance/large_test.cpp",
-    "tests/conformance/network_test.cpp",
     "tests/cuda",
-    "tests/model/fiber.hpp",  # stacks of its own
-    "tests/reliability/hosts_test.cpp",
-    "tests/reliability/limits_test.cpp",
-    "tests/reliability/processes.cpp",
-    "tests/reliability/processes.hpp",
-    "tests/reliability/vault_test.cpp",
-    "tools/ferry/bench/nccl_test.cpp",
-    "tools/ferry/progress_test.cpp",
-    "tools/ferry/run/prefix_test.cpp",
 )
 OUTSIDE = (
     # (what, headers, floors that may include them; a test may include the first group anywhere)
@@ -272,7 +231,7 @@ def check_outside(path: Path, line: int, name: str) -> list[Fault]:
         if not pattern.match(name):
             continue
         if floors is SYSTEM_FLOORS:
-            allowed = lies_in(path, floors + SYSTEM_TESTS)
+            allowed = lies_in(path, floors)
         else:
             unbound = floor is None or (is_test(path) and what == "test libraries")
             allowed = unbound or lies_in(path, floors)

@@ -115,7 +115,7 @@ TEST_F(OfiFabric, ARankThatTakesNothingIsLostAtTheDeadline) {
     EXPECT_LT(Clock::now() - start, kLate + 5s);
   });
   EXPECT_TRUE(eventually([&] { return ranks.ended(0) && ranks.ended(2); }));
-  kill(ranks.pid(1), SIGKILL);
+  ranks[1].kill();
   ranks.expect_success({1});
 }
 
@@ -139,7 +139,7 @@ TEST_F(OfiFabric, WhatWasPutArrivesAtARankThatPausesWhileThisOneLeaves) {
     fabric.reset();
   });
   std::this_thread::sleep_for(1800ms);
-  kill(ranks.pid(1), SIGCONT);
+  ranks[1].signal(SIGCONT);
   ranks.expect_success();
 }
 

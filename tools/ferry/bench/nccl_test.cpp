@@ -1,12 +1,13 @@
 #include "bench/nccl.hpp"
 
 #include <gtest/gtest.h>
-#include <signal.h>
-#include <sys/time.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+
+#include "platform/posix/test_threads.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -68,14 +69,8 @@ TEST_F(NcclSearch, ALibraryThatFailsIsNotUsed) {
 
 TEST_F(NcclSearch, ASignalDoesNotEndTheSearch) {
   setenv("FAKE_NCCL", "slow", 1);
-  struct sigaction act{}, before{};
-  act.sa_handler = [](int) {};  // no SA_RESTART: what waits is interrupted
-  ASSERT_EQ(sigaction(SIGALRM, &act, &before), 0);
-  const itimerval soon{{0, 0}, {0, 50'000}};
-  ASSERT_EQ(setitimer(ITIMER_REAL, &soon, nullptr), 0);
-  const std::string refusal = refusal_of(FERRY_FAKE_NCCL);
-  sigaction(SIGALRM, &before, nullptr);
-  EXPECT_EQ(refusal, "none");
+  const test::InterruptedSoon interrupted(std::chrono::milliseconds(50));
+  EXPECT_EQ(refusal_of(FERRY_FAKE_NCCL), "none");
 }
 
 TEST(NcclVersion, IsRead) {

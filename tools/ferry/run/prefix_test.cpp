@@ -1,13 +1,15 @@
 #include "run/prefix.hpp"
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <csignal>
 #include <random>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "platform/socket.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -70,17 +72,16 @@ TEST(LineSplitter, GivesTheSameHoweverTheBytesArrive) {
 }
 
 std::string written(const std::vector<Piece>& pieces, int rank, int ranks, bool prefix) {
-  int ends[2];
-  EXPECT_EQ(pipe(ends), 0);
+  int error = 0;
+  const auto [reader, writer] = connected_pair(error);
+  EXPECT_EQ(error, 0);
   PrefixedOutput::Terminal terminal;
-  PrefixedOutput output(ends[1], ranks, prefix, terminal);
+  PrefixedOutput output(writer.get(), ranks, prefix, terminal);
   PrefixedOutput::Source source{rank, {}};
   for (const auto& [text, end] : pieces) output.add(source, text, end);
   EXPECT_TRUE(output.flush());
-  close(ends[1]);
   std::string result(4096, '\0');
-  result.resize(static_cast<std::size_t>(read(ends[0], result.data(), result.size())));
-  close(ends[0]);
+  result.resize(read_from(reader, std::as_writable_bytes(std::span(result))).bytes);
   return result;
 }
 
@@ -96,15 +97,15 @@ TEST(PrefixedOutput, ThinsOutBarsInFiles) {
 }
 
 TEST(PrefixedOutput, SaysWhenNobodyReads) {
-  signal(SIGPIPE, SIG_IGN);
-  int ends[2];
-  ASSERT_EQ(pipe(ends), 0);
-  close(ends[0]);
+  std::signal(SIGPIPE, SIG_IGN);
+  int error = 0;
+  auto [reader, writer] = connected_pair(error);
+  ASSERT_EQ(error, 0);
+  reader.reset();
   PrefixedOutput::Terminal terminal;
-  PrefixedOutput output(ends[1], 1, true, terminal);
+  PrefixedOutput output(writer.get(), 1, true, terminal);
   output.add_message("x");
   EXPECT_FALSE(output.flush());
-  close(ends[1]);
 }
 
 }  // namespace

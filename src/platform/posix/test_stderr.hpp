@@ -1,9 +1,13 @@
-// What a test's process writes to stderr.
+// For tests: what this process writes to stderr.
 #pragma once
+#include <fcntl.h>
 #include <unistd.h>
 
+#include <array>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
+#include <functional>
 #include <string>
 #include <thread>
 
@@ -43,5 +47,25 @@ class Stderr {
   std::FILE* file_;
   int before_;
 };
+
+/// What a terminal in the place of stderr gets; empty: none can be made here.
+inline std::string on_a_terminal(const std::function<void()>& run) {
+  const int terminal = ::posix_openpt(O_RDWR | O_NOCTTY);
+  if (terminal < 0 || ::grantpt(terminal) != 0 || ::unlockpt(terminal) != 0) return "";
+  const int end = ::open(::ptsname(terminal), O_RDWR | O_NOCTTY);
+  const int before = ::dup(STDERR_FILENO);
+  ::dup2(end, STDERR_FILENO);
+  run();
+  ::dup2(before, STDERR_FILENO);
+  for (const int each : {end, before}) ::close(each);
+  std::string got;
+  std::array<char, 4096> part{};
+  // It comes in pieces, the last one before an error that says that nobody writes there any more.
+  for (ssize_t size = 0; (size = ::read(terminal, part.data(), part.size())) > 0;) {
+    got.append(part.data(), static_cast<std::size_t>(size));
+  }
+  ::close(terminal);
+  return got;
+}
 
 }  // namespace ferry::test

@@ -19,7 +19,7 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-namespace ferry::model {
+namespace ferry::test {
 
 class Fiber {
  public:
@@ -83,4 +83,4 @@ class Fiber {
   ucontext_t context_{};
 };
 
-}  // namespace ferry::model
+}  // namespace ferry::test
