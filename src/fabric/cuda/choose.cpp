@@ -119,7 +119,7 @@ std::unique_ptr<Sharing> probe(Bootstrap& bootstrap, const DeviceDomain& domain,
 std::string advice(const DeviceDomain& domain, DeviceWay last) {
   if (last != DeviceWay::vmm_fabric) {
     return "; `ferry doctor` tells what the GPUs can do. In containers: one host, the same user, "
-           "--ipc=host and --pid=host";
+           "--ipc=host and --pid=host. Slices of GPUs (MIG) need a domain each: domain_size = 1";
   }
   return std::string(domain.all_fabric() ? "" : "; not every rank's driver offers fabric handles") +
          "; fabric handles need GPUs of one NVLink domain, nvidia-imex running on every host, and "

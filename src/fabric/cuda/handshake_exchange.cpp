@@ -109,7 +109,8 @@ DeviceOutcome check_peers(const DeviceDomain& domain, const DeviceContext& conte
     outcome.peer = peer;
     put_text(describe(domain.of(domain.rank), domain.rank) + " and " + describe(other, peer) +
                  " have no peer access to each other's memory; `ferry doctor` shows which GPUs "
-                 "have. Use GPUs joined by NVLink or PCIe P2P",
+                 "have. Use GPUs joined by NVLink or PCIe P2P, or give each a domain of its own "
+                 "(domain_size = 1)",
              outcome.text);
     return outcome;
   }
