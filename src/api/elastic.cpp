@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -9,7 +10,9 @@
 
 #include "api/agreement.hpp"
 #include "core/check.hpp"
+#include "engine/aside.hpp"
 #include "fabric/domains/domain_fabric.hpp"
+#include "fabric/domains/shared_doors.hpp"
 #include "fabric/lobby.hpp"
 #include "fabric/ofi/ofi.hpp"
 #include "fabric/segment_handle.hpp"
@@ -64,6 +67,33 @@ Domains take_domains(std::span<const std::byte>& invitation, int rank, int size)
   return Domains(std::vector<int>(labels.begin(), labels.end()));
 }
 
+/// By the directory that all hosts share, if there is one.
+fabric::LookElsewhere look_elsewhere(const GroupConfig& config, const std::string& name, int rank,
+                                     int size) {
+  if (config.arbiter.empty()) return {};
+  const fabric::SharedDoors doors(config.arbiter, name, rank, size);
+  const auto look = [doors, rank]() -> std::optional<fabric::FoundElsewhere> {
+    const auto all = doors.list();
+    if (all.empty()) return std::nullopt;
+    for (const fabric::SharedDoor& door : all) {
+      if (door.group == all.front().group) continue;
+      throw Error(ErrorKind::mismatch,
+                  "Group: rank " + std::to_string(rank) +
+                      " wants to join, but two groups of that name show themselves in the "
+                      "arbiter's directory: ranks " +
+                      std::to_string(all.front().there.rank) + " and " +
+                      std::to_string(door.there.rank) + "; give each another port",
+                  {.rank = rank, .peer = door.there.rank});
+    }
+    return fabric::FoundElsewhere{all.front().group, all.front().there};
+  };
+  const std::string late = "Group: rank " + std::to_string(rank) +
+                           " wants to join, but the arbiter's directory does not answer";
+  return [look, late, deadline = config.deadline] {
+    return engine::at_most_for<std::optional<fabric::FoundElsewhere>>(deadline, late, look);
+  };
+}
+
 }  // namespace
 
 void open_lobby(const Bootstrap& bootstrap, const GroupConfig& config, const Inside& inside,
@@ -90,12 +120,14 @@ std::shared_ptr<Engine> join_group(const Bootstrap& bootstrap, GroupConfig confi
   if (!shm) throw_unsupported(rank, "fabric " + std::string(name_of(config.fabric)));
   if (size > engine::SeatTraits::kSeats) throw_unsupported(rank, std::to_string(size) + " ranks");
   const std::string text = config_text(config, size);
-  const fabric::JobKey ticket = fabric::random_key(rank);
+  const std::uint64_t ticket = fabric::random_key(rank)[0] | fabric::kTicketBit;
   const std::string name = lobby_name(bootstrap, config);
-  fabric::Met met = fabric::join_shm_fabric(rank, size, name, config.deadline, config.on_wait);
+  fabric::Met met =
+      fabric::join_shm_fabric(rank, size, name, look_elsewhere(config, name, rank, size),
+                              config.deadline, config.on_wait);
   std::unique_ptr<fabric::Fabric> fabric = std::move(met.fabric);
   check_same(text, rank, met.there.text, met.there.rank);
-  fabric->lobby()->open({name, text, ticket[0] | 1, met.there.invitation});
+  fabric->lobby()->open({name, text, ticket, met.there.invitation});
   for (const fabric::Visitor& there : fabric->lobby()->visitors()) {
     check_same(text, rank, there.text, there.rank);
   }
@@ -106,7 +138,7 @@ std::shared_ptr<Engine> join_group(const Bootstrap& bootstrap, GroupConfig confi
         domains, std::move(fabric),
         fabric::join_ofi_fabric(rank, size, config.ofi, rest, config.deadline));
   }
-  return host::join_host_engine(config, domains, std::move(fabric), ticket[0] | 1);
+  return host::join_host_engine(config, domains, std::move(fabric), ticket);
 }
 
 }  // namespace ferry

@@ -83,6 +83,11 @@ std::optional<Carrier::Said> Carrier::last(int seat) {
   return seats_[static_cast<std::size_t>(seat)].last;
 }
 
+std::optional<Carrier::Waiting> Carrier::asks(int seat) {
+  const std::scoped_lock lock(mutex_);
+  return seats_[static_cast<std::size_t>(seat)].asks;
+}
+
 std::optional<Carrier::Waiting> Carrier::waiting(int seat) {
   const std::scoped_lock lock(mutex_);
   return seats_[static_cast<std::size_t>(seat)].waiting;
@@ -126,7 +131,11 @@ void Carrier::take(Seat& seat, const Text& text, std::span<const std::byte> card
       std::atomic_ref(*word).store(said.epoch, std::memory_order_release);
       return;
     }
-    case Kind::waits: seat.waiting = {text.about, said, {card.begin(), card.end()}}; return;
+    case Kind::waits: {
+      auto& waiting = card.empty() ? seat.asks : seat.waiting;
+      waiting = {text.about, said, {card.begin(), card.end()}};
+      return;
+    }
     case Kind::last:
       if (text.about == seat.ticket) seat.last = said;
       return;
@@ -147,7 +156,8 @@ void Carrier::take(int peer, std::span<const std::byte> bytes) {
   } else if (bytes.size() >= sizeof text) {
     std::memcpy(&text, bytes.data(), sizeof text);
     const auto card = bytes.subspan(sizeof text);
-    if (!sound(peer, text) || card.empty() != (text.kind != Kind::waits)) return;
+    const bool sent_on = text.kind == Kind::waits && text.seat != static_cast<std::uint64_t>(peer);
+    if (!sound(peer, text) || card.empty() == sent_on) return;
     const std::scoped_lock lock(mutex_);
     take(seats_[text.seat], text, card);
   } else {

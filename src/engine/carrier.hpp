@@ -32,8 +32,8 @@ class Carrier {
   // To far ranks; never block.
 
   void say(int peer, const Said& said);
-  /// A process of this domain waits for a seat: what it says, and how it is reached. `epoch`: in
-  /// which it may be taken in.
+  /// A process of this domain waits for a seat: what it says, and how it is reached; or this rank
+  /// does, without a card. `epoch`: in which it may be taken in.
   void tell_waits(int peer, protocol::Epoch epoch, int seat, const Said& said,
                   std::span<const std::byte> card);
   /// Of a rank of this domain that has ended: what it said last.
@@ -47,13 +47,15 @@ class Carrier {
   std::optional<Said> heard(int peer, std::uint64_t& seen);
   /// What a far rank said last, which has ended.
   std::optional<Said> last(int seat);
-  /// A process that waits for a far seat.
+  /// A process that waits for a far seat, as a rank of its domain says.
   struct Waiting {
     protocol::Epoch epoch = 0;
     Said said{};
     std::vector<std::byte> card{};
   };
   std::optional<Waiting> waiting(int seat);
+  /// The same, as it says itself.
+  std::optional<Waiting> asks(int seat);
 
   /// From now on the seat is the process with this ticket: nothing counts that another one said.
   void seat(int seat, std::uint64_t ticket);
@@ -72,6 +74,7 @@ class Carrier {
     std::optional<Said> last{};
     std::uint64_t ticket = 0;  // of the process that has the seat
     std::optional<Waiting> waiting{};
+    std::optional<Waiting> asks{};
   };
 
   Carrier(fabric::Fabric& fabric, const Domains& domains, std::byte* control,

@@ -52,7 +52,8 @@ Regroup::Regroup(std::shared_ptr<Memory> memory, std::shared_ptr<Carrier> carrie
       seating_(*memory_->fabric, layout),
       linking_(*memory_->fabric, carrier_, channel, ticket),
       seated_(ticket == 0 ? 1 : 0),
-      heard_(static_cast<std::size_t>(channel.size())),
+      asking_(static_cast<std::size_t>(channel.size())),
+      heard_(asking_.size()),
       said_(heard_.size()) {}
 
 Epoch Regroup::run(std::uint64_t step) {
@@ -90,134 +91,6 @@ Epoch Regroup::agree(protocol::Epoch since) {
   }
 }
 
-void Regroup::hear_guests() {
-  if (!seating_.open() || member_->view().live.count() == channel_.size()) return;
-  if (!seating_.try_update()) return;
-  seating_.hear_waiting(*member_);
-  if (!carrier_) return;
-  waiting_ = seating_.waiting(*member_);
-  waiting_since_ = member_->view().epoch;
-  for_far([this](int peer) { tell_waiting(peer); });  // before this rank says that it has stopped
-}
-
-void Regroup::tell_waiting(int peer) const {
-  for (const Seating::Guest& guest : waiting_) {
-    carrier_->tell_waits(peer, waiting_since_, guest.visitor.rank, guest.said, guest.visitor.card);
-  }
-}
-
-void Regroup::seat_joiners() {
-  const auto& view = member_->view();
-  if (member_->standing() != Standing::kMember || view.epoch == seated_) return;
-  if (seated_ == 0) {
-    seating_.seat_all(view);
-    for_far([&](int peer) { linking_.begin(peer, view, view.ticket(peer)); });
-  } else {
-    for (const protocol::Join& join : view.joins) {
-      if (join.ticket == 0) continue;
-      const auto seat = static_cast<int>(join.seat);
-      if (far(seat)) {
-        linking_.begin(seat, view, join.ticket);
-        continue;
-      }
-      seating_.seat(seat, join.ticket);
-      if (carrier_) carrier_->seat(seat, join.ticket);
-      ended_.remove(seat);
-      heard_[static_cast<std::size_t>(seat)] = 0;
-      said_[static_cast<std::size_t>(seat)] = {};
-    }
-  }
-  seated_ = view.epoch;
-}
-
-/// Who can be reached from now on hears what it has missed.
-void Regroup::advance_links() {
-  Member::Seats failed;
-  for (const int peer : linking_.advance(member_->view().live, failed)) {
-    if (left_epoch_ >= linking_.since(peer)) memory_->fabric->fence(peer, left_epoch_);
-    tell_waiting(peer);
-    carrier_->say(peer, member_->statement());
-  }
-  for (int seat = failed.next(); seat >= 0; seat = failed.next(seat + 1)) member_->suspect(seat);
-}
-
-Epoch Regroup::join() {
-  constexpr auto kRingPeriod = std::chrono::milliseconds(100);
-  channel_.say_joined(Channel::kJoining);
-  channel_.await_join(
-      Error(ErrorKind::peer_failed,
-            "rank " + std::to_string(channel_.rank()) + ": it has not joined the group yet",
-            {channel_.rank(), channel_.rank(), kRegroup, 0, 0, 0}));
-  const auto end = Clock::now() + config_.deadline;
-  auto ring_at = Clock::now();
-  for (;;) {
-    if (channel_.left()) throw_destroyed();
-    const std::uint64_t rung = bell().load(protocol::order::acquire);
-    publish();  // before those that hear the bell read it
-    seating_.update();
-    for (const Seating::Guest& guest : seating_.guests()) {
-      member_->hear(guest.visitor.rank, guest.said);
-      if (member_->standing() == Standing::kMember) break;
-    }
-    if (member_->standing() == Standing::kMember) break;
-    check_may_join(end);
-    if (Clock::now() >= ring_at) {
-      seating_.ring_all();
-      ring_at = Clock::now() + kRingPeriod;
-    }
-    channel_.beat(true);
-    if (config_.on_wait) config_.on_wait();
-    wait(rung);
-  }
-  seat_joiners();
-  ran_ = Clock::now();
-  timeout_ = ran_ + config_.deadline;
-  return agree(0);
-}
-
-void Regroup::check_may_join(Clock::time_point end) const {
-  const int self = channel_.rank();
-  const auto refuse = [&](ErrorKind kind, const std::string& text) {
-    throw Error(kind, "rank " + std::to_string(self) + ": cannot join the group: " + text,
-                {self, self, kRegroup, 0, 0, 0});
-  };
-  const Seating::Guest* holder = seating_.holder(self);
-  const Said* newest = seating_.newest();
-  const std::string there =
-      holder == nullptr ? "" : "process " + std::to_string(holder->visitor.pid) + ", ";
-  const bool all = newest == nullptr || newest->epoch == 0;  // the view of epoch 1
-  if (holder != nullptr && (all || newest->view.live.has(self))) {
-    refuse(ErrorKind::refused, "its place is not free: " + there +
-                                   "which runs, has it; a process takes the place of one that has "
-                                   "ended");
-  }
-  if (Clock::now() < end) return;
-  if (newest == nullptr) refuse(ErrorKind::deadline, "all its ranks have ended");
-  refuse(ErrorKind::deadline,
-         holder != nullptr ? there + "which the others went on without, still runs; end it first"
-                           : "its ranks did not call regroup within the deadline; commit returns "
-                             "true on all of them while a process waits");
-}
-
-bool Regroup::one_waits() {
-  if (!seating_.open() || member_->view().live.count() == channel_.size()) return false;
-  const std::uint64_t rung = bell().load(protocol::order::acquire);
-  if (rung == bell_seen_) return one_waits_;
-  bell_seen_ = rung;
-  one_waits_ = seating_.try_update() && seating_.one_waits(*member_);
-  return one_waits_;
-}
-
-std::vector<int> Regroup::joined(const Epoch& epoch) const {
-  std::vector<int> ranks;
-  for (const int rank : epoch.ranks) {
-    // One that has not said yet when it joined has committed nothing since.
-    const std::uint64_t at = far(rank) ? linking_.joined_at(rank) : channel_.joined_at(rank);
-    if (at == Channel::kJoining || at == epoch.step + 1) ranks.push_back(rank);
-  }
-  return ranks;
-}
-
 void Regroup::begin(std::uint64_t step) {
   const auto failed = channel_.dead();
   if (failed && member_->standing() == Standing::kMinority) throw *failed;
@@ -240,15 +113,6 @@ void Regroup::begin(std::uint64_t step) {
   const bool late = failed && failed->kind() == ErrorKind::deadline;
   const int culprit = late ? failed->peer() : -1;
   if (culprit >= 0 && culprit != channel_.rank() && !stopped(culprit)) member_->suspect(culprit);
-}
-
-template <class Each>
-void Regroup::for_far(const Each& each) const {
-  if (!carrier_) return;
-  const Member::Seats& live = member_->view().live;
-  for (int peer = live.next(); peer >= 0; peer = live.next(peer + 1)) {
-    if (far(peer)) each(peer);
-  }
 }
 
 /// Nothing is put any more in this epoch.
@@ -392,6 +256,7 @@ Epoch Regroup::go_on() {
       continue;
     }
     memory_->fabric->forget(peer);
+    if (asking_[static_cast<std::size_t>(peer)] != 0) continue;  // the lost one was excluded before
     if (far(peer)) {
       carrier_->evict(peer, epoch.number);
       memory_->fabric->exclude(peer);

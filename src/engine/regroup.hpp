@@ -5,8 +5,10 @@
 #pragma once
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "engine/arbiter.hpp"
@@ -38,6 +40,9 @@ class Regroup {
   /// called again.
   /// `step`: the newest that this rank has committed.
   Epoch run(std::uint64_t step);
+  /// Where a process that joins finds ranks of other domains, beside its host; never blocks.
+  using Cards = std::function<std::vector<fabric::Elsewhere>()>;
+  void look_at(Cards cards) { cards_ = std::move(cards); }
   /// Of a process that joins, once: waits until the ranks take it in, at most one deadline. Throws
   /// Error(refused) when another process has its seat.
   Epoch join();
@@ -64,6 +69,14 @@ class Regroup {
   void begin(std::uint64_t step);
   Epoch agree(protocol::Epoch since);
   void hear_guests();
+  void answer_knocks();
+  void hear_asking();
+  std::optional<Said> asking(int seat) const;
+  bool former_ended(int seat) const;
+  bool one_asks() const;
+  Member::Seats seats_of_empty_domains() const;
+  void knock();
+  const Said* newest_far() const;
   void tell_waiting(int peer) const;
   void seat_joiners();
   void advance_links();
@@ -76,7 +89,13 @@ class Regroup {
   void send_again();
   /// Calls `each` with the far ranks that are in the view.
   template <class Each>
-  void for_far(const Each& each) const;
+  void for_far(const Each& each) const {
+    if (!carrier_) return;
+    const Member::Seats& live = member_->view().live;
+    for (int peer = live.next(); peer >= 0; peer = live.next(peer + 1)) {
+      if (far(peer)) each(peer);
+    }
+  }
   void leave_epoch(protocol::Epoch epoch);
   bool ready_to_go_on();
   void ask_arbiter();
@@ -111,10 +130,13 @@ class Regroup {
   Linking linking_;
   std::vector<Seating::Guest> waiting_{};  // of this domain, as heard last
   protocol::Epoch waiting_since_ = 0;      // then
+  Cards cards_{};
+  Clock::time_point knock_at_{};  // not before
   protocol::Epoch seated_;                 // who has a seat in this epoch is mapped
   std::uint64_t bell_seen_ = 0;            // when `one_waits` last looked
   bool one_waits_ = false;                 // then
   bool suspects_ending_ = false;
+  std::vector<std::uint64_t> asking_;  // [R]: tickets of those that knock, answered
   std::vector<std::uint64_t> heard_;  // [R]: the number of the text read last
   std::vector<Said> said_;            // [R]: that text
   protocol::Epoch left_epoch_ = 0;    // in which nothing is put any more, as far ranks were told

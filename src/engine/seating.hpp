@@ -63,11 +63,14 @@ class Seating {
   std::vector<Guest> waiting(const Member& member) const;
   /// Whether one waits for a hole that nobody may still write from, as far as this rank knows.
   bool one_waits(const Member& member) const;
+  /// Whether a process of this domain shows itself that has or had a seat.
+  bool any_seated() const;
   /// Of a process that joins, and looked at last: the one that has its seat in the newest epoch.
   const Guest* holder(int seat) const;
   /// The newest of what they say.
   const Member::Said* newest() const;
   void ring_all() const;
+  std::vector<fabric::Elsewhere> elsewhere() const { return lobby_->elsewhere(); }
 
   /// From now on the seat is that process.
   void seat(int seat, std::uint64_t ticket);

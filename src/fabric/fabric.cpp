@@ -14,6 +14,12 @@ Segment Fabric::adopt(const Segment& segment) {
               {.rank = rank()});
 }
 
+bool proves_end(const Place& former, const Place& now) {
+  if (former.kernel.empty() || now.kernel.empty()) return false;
+  if (former.kernel == now.kernel) return former.processes == now.processes;
+  return !now.address.empty() && former.address == now.address;
+}
+
 void Fabric::put_pieces(int peer, Address to, std::span<const Piece> pieces, std::uint64_t tag) {
   std::vector<std::byte> whole;
   for (const Piece& piece : pieces) {

@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -49,6 +50,16 @@ struct Segment {
 };
 
 inline constexpr std::size_t kMaxHandleBytes = 192;
+
+/// Where a process runs, as it says itself.
+struct Place {
+  std::string kernel{};     ///< a boot of a machine; empty: unknown
+  std::string processes{};  ///< which of its processes see each other
+  std::string address{};    ///< on the network
+};
+/// Whether a process that found no other one of its rank there proves that the former one has
+/// ended: it sees the same processes, or the machine with that address was started anew.
+bool proves_end(const Place& former, const Place& now);
 
 /// One thread at a time registers, attaches, seals and forgets; meanwhile other threads may put,
 /// publish and ask for pointers (results are dropped and groups destroyed on any thread).
@@ -152,15 +163,29 @@ class Fabric {
     std::array<std::uint64_t, 2> words{};  ///< the engine's
     std::vector<std::byte> card{};         ///< of who has linked
   };
-  /// From this epoch on, the same on both sides, the peer is the process with this card. It is
-  /// sent `words` and this rank's card. Throws Error for a card that cannot be.
-  virtual void link(int /*peer*/, std::span<const std::byte> /*card*/, std::uint64_t /*epoch*/,
+  /// From this epoch on, or under this ticket (lobby.hpp), the same on both sides, the peer is the
+  /// process with this card. It is sent `words` and this rank's card. Throws Error for a card that
+  /// cannot be.
+  virtual void link(int /*peer*/, std::span<const std::byte> /*card*/, std::uint64_t /*since*/,
                     const std::array<std::uint64_t, 2>& /*words*/) {}
-  /// What the peer has sent when it linked this rank in that epoch, perhaps before this rank did;
-  /// nothing: it has not yet.
-  virtual std::optional<LinkMessage> link_message(int /*peer*/, std::uint64_t /*epoch*/) {
+  /// What the peer has sent when it linked this rank so, perhaps before this rank did; nothing: it
+  /// has not yet.
+  virtual std::optional<LinkMessage> link_message(int /*peer*/, std::uint64_t /*since*/) {
     return {};
   }
+
+  /// A process that joins links a rank under its ticket before it has its seat, and the rank answers
+  /// by linking it under the same. The last ticket under which the peer has linked this rank, with
+  /// what it sent.
+  struct Knock {
+    std::uint64_t ticket = 0;
+    LinkMessage message{};
+  };
+  virtual std::optional<Knock> knock(int /*peer*/) { return {}; }
+  /// The memory of a peer that is linked is what its card says.
+  virtual void attach_card(int /*peer*/, std::span<const std::byte> /*card*/) {}
+  /// Where the peer that was linked last runs.
+  virtual Place place(int /*peer*/) const { return {}; }
 
   /// Where new processes find the ranks; null: they cannot.
   virtual Lobby* lobby() noexcept { return nullptr; }

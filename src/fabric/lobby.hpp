@@ -1,5 +1,6 @@
 // Where processes that want the places of lost ranks find the group, and it finds them.
 #pragma once
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -19,6 +20,15 @@ struct Visitor {
   std::byte* control = nullptr;         ///< its segment 0, mapped here
 };
 
+/// Tickets are numbers that no epoch is.
+inline constexpr std::uint64_t kTicketBit = std::uint64_t{1} << 63;
+
+/// A process of another domain, and how it is reached.
+struct Elsewhere {
+  int rank = -1;
+  std::vector<std::byte> card{};
+};
+
 /// Of one thread at a time, like registering and attaching.
 class Lobby {
  public:
@@ -33,7 +43,12 @@ class Lobby {
   };
   /// This rank shows itself under a name; called before it registers memory.
   virtual void open(const Opening& opening) = 0;
-  /// Of a process that joins: shows its card (fabric.hpp), which ranks of this domain send on.
+  /// What this rank was opened with.
+  virtual const Opening& opening() const = 0;
+  /// What only ranks of this group know.
+  virtual std::array<std::uint64_t, 2> group() const = 0;
+  /// Shows this rank's card (fabric.hpp): to ranks of this domain, which send on that of a process
+  /// that joins, and to processes of other domains on this host.
   virtual void show(std::span<const std::byte> card) = 0;
   /// Whether the seat is of those that meet here: of this rank's domain.
   virtual bool has(int /*rank*/) const { return true; }
@@ -41,6 +56,8 @@ class Lobby {
   virtual void close() noexcept = 0;
   /// All others that run now. Throws Error(system) where one cannot be looked at.
   virtual std::vector<Visitor> visitors() = 0;
+  /// Those of other domains that show themselves on this host.
+  virtual std::vector<Elsewhere> elsewhere() { return {}; }
   /// From now on `rank` is that process, with all that it has registered. One that has ended: as
   /// `vacate`. Throws Error(system) where its memory cannot be mapped.
   virtual void seat(int rank, std::uint64_t ticket) = 0;

@@ -107,13 +107,19 @@ class DomainFabric final : public Fabric, public Lobby {
   JobKey job() const override { return network_ ? network_->job() : JobKey{}; }
   std::vector<std::byte> invitation() const override { return network_->invitation(); }
   std::vector<std::byte> card() const override { return network_->card(); }
-  void link(int peer, std::span<const std::byte> card, std::uint64_t epoch,
+  void link(int peer, std::span<const std::byte> card, std::uint64_t since,
             const std::array<std::uint64_t, 2>& words) override {
-    way(peer).link(peer, card, epoch, words);
+    way(peer).link(peer, card, since, words);
   }
-  std::optional<LinkMessage> link_message(int peer, std::uint64_t epoch) override {
-    return way(peer).link_message(peer, epoch);
+  std::optional<LinkMessage> link_message(int peer, std::uint64_t since) override {
+    return way(peer).link_message(peer, since);
   }
+
+  std::optional<Knock> knock(int peer) override { return way(peer).knock(peer); }
+  void attach_card(int peer, std::span<const std::byte> card) override {
+    way(peer).attach_card(peer, card);
+  }
+  Place place(int peer) const override { return way(peer).place(peer); }
 
   // Those of this domain meet in the lobby of `inside_`.
   Lobby* lobby() noexcept override {
@@ -122,12 +128,22 @@ class DomainFabric final : public Fabric, public Lobby {
   bool is_open() const override { return inside_->lobby()->is_open(); }
   void open(const Opening& opening) override { inside_->lobby()->open(opening); }
   void show(std::span<const std::byte> card) override { inside_->lobby()->show(card); }
+  const Opening& opening() const override { return inside_->lobby()->opening(); }
+  JobKey group() const override { return inside_->lobby()->group(); }
   bool has(int rank) const override { return in_domain(rank); }
   void close() noexcept override { inside_->lobby()->close(); }
   std::vector<Visitor> visitors() override {
     std::vector<Visitor> all = inside_->lobby()->visitors();
     std::erase_if(all, [this](const Visitor& visitor) { return !in_domain(visitor.rank); });
     return all;
+  }
+  std::vector<Elsewhere> elsewhere() override {
+    std::vector<Elsewhere> far;
+    for (Visitor& visitor : inside_->lobby()->visitors()) {
+      if (in_domain(visitor.rank) || visitor.card.empty()) continue;
+      far.push_back({visitor.rank, std::move(visitor.card)});
+    }
+    return far;
   }
   void seat(int rank, std::uint64_t ticket) override { inside_->lobby()->seat(rank, ticket); }
   void vacate(int rank) override { inside_->lobby()->vacate(rank); }

@@ -78,20 +78,28 @@ void Arrivals::text(int source, std::span<const std::byte> text) {
   if (on_text_) on_text_(source, text);
 }
 
-void Arrivals::take_link_message(int source, std::uint64_t epoch,
+void Arrivals::take_link_message(int source, std::uint64_t since,
                                  Fabric::LinkMessage link_message) {
   const std::lock_guard lock(mutex_);
-  LastMessage& last = link_messages_[static_cast<std::size_t>(source)];
-  if (epoch <= last.epoch) return;
-  last = {epoch, std::move(link_message)};
+  LastMessage& last = last_message(source, since);
+  const bool newer = (since & kTicketBit) != 0 ? since != last.since : since > last.since;
+  if (!newer) return;
+  last = {since, std::move(link_message)};
   if (on_text_) on_text_(source, {});
 }
 
-std::optional<Fabric::LinkMessage> Arrivals::link_message(int source, std::uint64_t epoch) {
+std::optional<Fabric::LinkMessage> Arrivals::link_message(int source, std::uint64_t since) {
   const std::lock_guard lock(mutex_);
-  const LastMessage& last = link_messages_[static_cast<std::size_t>(source)];
-  if (last.epoch != epoch) return std::nullopt;
+  const LastMessage& last = last_message(source, since);
+  if (last.since != since) return std::nullopt;
   return last.link_message;
+}
+
+std::optional<Fabric::Knock> Arrivals::knock(int source) {
+  const std::lock_guard lock(mutex_);
+  const LastMessage& last = last_message(source, kTicketBit);
+  if (last.since == 0) return std::nullopt;
+  return Fabric::Knock{last.since, last.link_message};
 }
 
 void Arrivals::begin_anew(int source) {

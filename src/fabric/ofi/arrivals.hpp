@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fabric/fabric.hpp"
+#include "fabric/lobby.hpp"
 #include "fabric/ofi/message.hpp"
 #include "protocol/counted_signal.hpp"
 #include "protocol/reach.hpp"
@@ -20,7 +21,8 @@ class Arrivals {
   explicit Arrivals(int ranks)
       : signals_(ranks),
         fences_(static_cast<std::size_t>(ranks)),
-        link_messages_(static_cast<std::size_t>(ranks)) {}
+        link_messages_(static_cast<std::size_t>(ranks)),
+        knocks_(static_cast<std::size_t>(ranks)) {}
 
   /// Memory of this rank that may be written from now on; nothing: no longer.
   void expose(SegmentId segment, std::byte* data, std::size_t bytes);
@@ -36,9 +38,10 @@ class Arrivals {
 
   void set_on_text(Fabric::OnText on_text);
   void text(int source, std::span<const std::byte> text);
-  /// What a source says that has linked this rank in that epoch.
-  void take_link_message(int source, std::uint64_t epoch, Fabric::LinkMessage link_message);
-  std::optional<Fabric::LinkMessage> link_message(int source, std::uint64_t epoch);
+  /// What a source says that has linked this rank in that epoch, or under that ticket.
+  void take_link_message(int source, std::uint64_t since, Fabric::LinkMessage link_message);
+  std::optional<Fabric::LinkMessage> link_message(int source, std::uint64_t since);
+  std::optional<Fabric::Knock> knock(int source);
   /// The source is another process from now on: nothing of the former one counts.
   void begin_anew(int source);
 
@@ -81,10 +84,15 @@ class Arrivals {
   protocol::CountedSignals<Place> signals_;
   std::vector<Fence> fences_;  // by source
   struct LastMessage {
-    std::uint64_t epoch = 0;
+    std::uint64_t since = 0;
     Fabric::LinkMessage link_message{};
   };
+  LastMessage& last_message(int source, std::uint64_t since) {
+    auto& all = (since & kTicketBit) != 0 ? knocks_ : link_messages_;
+    return all[static_cast<std::size_t>(source)];
+  }
   std::vector<LastMessage> link_messages_;  // by source: the last
+  std::vector<LastMessage> knocks_;         // those under tickets
   Fabric::OnText on_text_{};
 };
 

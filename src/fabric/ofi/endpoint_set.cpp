@@ -62,23 +62,23 @@ void EndpointSet::start(const JobKey& job, const std::vector<std::vector<Partner
   for (std::size_t i = 0; i < endpoints_.size(); ++i) endpoints_[i]->start(job, links[i], spin);
 }
 
-void EndpointSet::link(int rank, const std::vector<Partner>& partners, std::uint64_t epoch) {
+void EndpointSet::link(int rank, const std::vector<Partner>& partners, std::uint64_t since) {
   const std::lock_guard lock(mutex_);
   for (Endpoint* endpoint : target_of(rank).endpoints) endpoint->exclude(rank);
   abandon(target_of(rank));
-  const std::vector<Link> links = set_target(rank, partners, job_since(job_, epoch));
+  const std::vector<Link> links = set_target(rank, partners, job_since(job_, since));
   for (std::size_t i = 0; i < endpoints_.size(); ++i) endpoints_[i]->link(rank, links[i]);
   arrivals_.begin_anew(rank);
 }
 
-void EndpointSet::send_link_message(int rank, std::uint64_t epoch,
+void EndpointSet::send_link_message(int rank, std::uint64_t since,
                                     const Fabric::LinkMessage& link_message) {
   target_of(rank).endpoints.front()->send_text(
       rank,
       {.kind = MessageKind::link_message,
        .payload = static_cast<std::uint32_t>(link_message.card.size()),
        .sequence = link_message.words[0],
-       .value = epoch,
+       .value = since,
        .pieces = link_message.words[1]},
       link_message.card);
 }

@@ -53,9 +53,9 @@ class EndpointSet {
   void start(const JobKey& job, const std::vector<std::vector<Partner>>& partners,
              std::chrono::nanoseconds spin);
 
-  /// From this epoch on, the same on both sides, the peer is another process, which is reached by
-  /// these partners. Nothing of the former one counts any more.
-  void link(int peer, const std::vector<Partner>& partners, std::uint64_t epoch);
+  /// From this epoch on, or under this ticket, the same on both sides, the peer is another process,
+  /// which is reached by these partners. Nothing of the former one counts any more.
+  void link(int peer, const std::vector<Partner>& partners, std::uint64_t since);
   /// False until both are linked, where this rank or the peer has joined: what goes there is
   /// dropped. True for a number that is no rank's, which the table of segments refuses.
   bool reaches(int peer) const {
@@ -63,10 +63,11 @@ class EndpointSet {
            !target_of(peer).endpoints.empty();
   }
   /// Tells the peer that this rank has linked it.
-  void send_link_message(int peer, std::uint64_t epoch, const Fabric::LinkMessage& link_message);
-  std::optional<Fabric::LinkMessage> link_message(int peer, std::uint64_t epoch) {
-    return arrivals_.link_message(peer, epoch);
+  void send_link_message(int peer, std::uint64_t since, const Fabric::LinkMessage& link_message);
+  std::optional<Fabric::LinkMessage> link_message(int peer, std::uint64_t since) {
+    return arrivals_.link_message(peer, since);
   }
+  std::optional<Fabric::Knock> knock(int peer) { return arrivals_.knock(peer); }
 
   /// Says goodbye by all endpoints; before many end one after the other, each of which waits for
   /// peers.

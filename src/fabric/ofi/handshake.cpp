@@ -108,8 +108,8 @@ void check_offers(const std::vector<Offer>& offers, int rank) {
 std::vector<std::byte> to_bytes(const Handshake& handshake) {
   std::vector<std::byte> bytes;
   append(bytes, &kMagic, sizeof kMagic);
-  for (const std::string* text :
-       {&handshake.problem, &handshake.provider, &handshake.boot_id, &handshake.address}) {
+  for (const std::string* text : {&handshake.problem, &handshake.provider, &handshake.boot_id,
+                                  &handshake.processes, &handshake.address}) {
     append_counted(bytes, text->data(), std::min(text->size(), kMaxText));
   }
   append_texts(bytes, handshake.networks, kMaxOfiEndpoints);
@@ -125,8 +125,8 @@ Handshake handshake_from(std::span<const std::byte> bytes, int rank, int peer) {
   Handshake handshake;
   reader.read(&magic, sizeof magic);
   reader.ok = reader.ok && magic == kMagic;
-  for (std::string* text :
-       {&handshake.problem, &handshake.provider, &handshake.boot_id, &handshake.address}) {
+  for (std::string* text : {&handshake.problem, &handshake.provider, &handshake.boot_id,
+                            &handshake.processes, &handshake.address}) {
     *text = reader.text(kMaxText);
   }
   handshake.networks = reader.texts(kMaxOfiEndpoints);

@@ -22,6 +22,7 @@ struct Handshake {
   std::string problem{};                        ///< why this rank has no endpoint; empty: it has
   std::string provider{};                       ///< the same on all ranks
   std::string boot_id{};                        ///< which kernel it runs on
+  std::string processes{};                      ///< which processes see each other there
   std::string address{};                        ///< at which it listens
   std::vector<std::string> networks{};          ///< of its NICs
   std::vector<std::vector<std::byte>> names{};  ///< of its endpoints: [endpoints][NICs]

@@ -10,6 +10,7 @@
 #include "base/process_limits.hpp"
 #include "fabric/identity.hpp"
 #include "fabric/ofi/handshake.hpp"
+#include "fabric/ofi/nics/address.hpp"
 #include "fabric/ofi/nics/nics.hpp"
 
 namespace ferry::fabric::ofi {
@@ -111,7 +112,9 @@ Handshake open_endpoints(const EndpointSetting& all, const OfiOptions& options,
   }
   Handshake said;
   said.provider = nics.front().info->fabric_attr->prov_name;
-  said.boot_id = this_identity().boot_id;
+  const Identity here = this_identity();
+  said.boot_id = here.boot_id;
+  said.processes = std::to_string(here.process.pid_namespace);
   said.address = nics.front().address;
   for (const Nic& nic : nics) said.networks.push_back(nic.network);
   for (const auto& set : sets) {
@@ -190,6 +193,7 @@ class HandshakeExchange {
     });
     result_.local = static_cast<int>(local);
     result_.own = handshakes_[static_cast<std::size_t>(rank())];
+    for (const Handshake& handshake : handshakes_) result_.places.push_back(place_of(handshake));
     result_.cores = has_cores(1, result_.local);
     for (std::size_t endpoint = 0; endpoint < result_.endpoint_sets.size(); ++endpoint) {
       std::vector<std::vector<Partner>> partners;
@@ -216,6 +220,11 @@ class HandshakeExchange {
 
 }  // namespace
 
+fabric::Place place_of(const Handshake& handshake) {
+  return {handshake.boot_id, handshake.processes,
+          is_loopback(handshake.address) ? std::string() : handshake.address};
+}
+
 std::vector<Partner> partners_of(int rank, const Handshake& mine, int peer, const Handshake& theirs,
                                  std::size_t endpoint) {
   std::vector<Partner> partners;
@@ -237,6 +246,7 @@ HandshakeResult join_handshakes(int rank, int size, const OfiOptions& options,
     const EndpointSetting setting{.rank = rank, .size = size, .deadline = deadline};
     result.own = open_endpoints(setting, options, nics, result.endpoint_sets);
   });
+  result.places.resize(static_cast<std::size_t>(size));
   result.key = invitation.key;
   result.local = invitation.local;
   result.cores = has_cores(1, result.local);

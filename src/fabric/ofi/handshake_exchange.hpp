@@ -23,6 +23,7 @@ struct HandshakeResult {
   bool cores = false;  ///< every rank of this machine has one
   Handshake own{};     ///< what this rank has said
   int local = 1;       ///< ranks of this machine
+  std::vector<fabric::Place> places{};  ///< by rank
 };
 
 /// What make_ofi_fabric says (ofi.hpp).
@@ -33,6 +34,8 @@ HandshakeResult exchange_handshakes(Bootstrap& bootstrap, const OfiOptions& opti
 /// Of a process that joins, with what a rank of its machine has shown: it talks to nobody yet.
 HandshakeResult join_handshakes(int rank, int size, const OfiOptions& options,
                                 const Invitation& invitation, std::chrono::nanoseconds deadline);
+
+fabric::Place place_of(const Handshake& handshake);
 
 /// Whom endpoint `endpoint` of each NIC of a rank talks to, by what both have said.
 std::vector<Partner> partners_of(int rank, const Handshake& mine, int peer, const Handshake& theirs,

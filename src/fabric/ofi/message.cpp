@@ -11,9 +11,9 @@ WayKey make_way_key(const JobKey& job, int source, int target, int endpoint) {
   return {siphash(job, way, place), siphash(job, way, place | 1)};
 }
 
-JobKey job_since(const JobKey& job, std::uint64_t epoch) {
-  if (epoch <= 1) return job;
-  return {siphash(job, epoch, ~0ull), siphash(job, epoch, ~1ull)};
+JobKey job_since(const JobKey& job, std::uint64_t since) {
+  if (since <= 1) return job;
+  return {siphash(job, since, ~0ull), siphash(job, since, ~1ull)};
 }
 
 }  // namespace ferry::fabric::ofi

@@ -16,9 +16,9 @@ namespace ferry::fabric::ofi {
 /// 128 bits that only ranks of this job can make, others for each way from source to target.
 using WayKey = JobKey;
 WayKey make_way_key(const JobKey& job, int source, int target, int endpoint);
-/// The job as two ranks use it between them that were linked in that epoch; 1: at creation. So
-/// nothing counts that the former holder of a seat has sent.
-JobKey job_since(const JobKey& job, std::uint64_t epoch);
+/// The job as two ranks use it between them that were linked in that epoch or under that ticket
+/// (lobby.hpp); 1: at creation. So nothing counts that the former holder of a seat has sent.
+JobKey job_since(const JobKey& job, std::uint64_t since);
 
 enum class MessageKind : std::uint32_t {
   signal = 1,    ///< a flag's new value, behind so many pieces of a stream; may carry bytes
@@ -31,7 +31,7 @@ enum class MessageKind : std::uint32_t {
   fence = 8,     ///< the source has written `pieces` in all, and no more before epoch `value` ends
   fenced = 9,    ///< the answer, when they are all here
   link_message =
-      10,  ///< the source has linked the target, in epoch `value`; its bytes are its card
+      10,  ///< the source has linked the target, in epoch or under ticket `value`, with its card
 };
 
 /// The head of every message; `payload` bytes follow.

@@ -44,6 +44,7 @@ class OfiFabric final : public Fabric {
         key_(result.key),
         local_(result.local),
         own_handshake_(std::move(result.own)),
+        places_(std::move(result.places)),
         // In handles and for comparison only; the key itself never crosses the network.
         job_{siphash(result.key, ~0ull, 2), siphash(result.key, ~0ull, 3)},
         segments_(rank, size),
@@ -112,11 +113,16 @@ class OfiFabric final : public Fabric {
   std::vector<std::byte> card() const override {
     return to_bytes(ofi::Card{own_handshake_, own_segments_});
   }
-  void link(int peer, std::span<const std::byte> card, std::uint64_t epoch,
+  void link(int peer, std::span<const std::byte> card, std::uint64_t since,
             const std::array<std::uint64_t, 2>& words) override;
-  std::optional<LinkMessage> link_message(int peer, std::uint64_t epoch) override {
-    return sets_[0]->link_message(peer, epoch);
+  std::optional<LinkMessage> link_message(int peer, std::uint64_t since) override {
+    return sets_[0]->link_message(peer, since);
   }
+  std::optional<Knock> knock(int peer) override { return sets_[0]->knock(peer); }
+  void attach_card(int peer, std::span<const std::byte> card) override {
+    attach_all(peer, checked_card(peer, card));
+  }
+  Place place(int peer) const override { return places_[static_cast<std::size_t>(peer)]; }
   NetworkStats network_use() const noexcept override {
     return {put_bytes_.load(std::memory_order_relaxed), puts_.load(std::memory_order_relaxed),
             signals_.load(std::memory_order_relaxed)};
@@ -132,6 +138,8 @@ class OfiFabric final : public Fabric {
     if (sets_.size() == 1 || space == 0 || tag == ~std::uint64_t{0}) return *sets_[0];
     return *sets_[1 + space % (sets_.size() - 1)];
   }
+  ofi::Card checked_card(int peer, std::span<const std::byte> card) const;
+  void attach_all(int peer, const ofi::Card& card);
   Segment exposed(Segment segment);
   void release_own(const OwnSignal& signal);
 
@@ -142,6 +150,7 @@ class OfiFabric final : public Fabric {
   JobKey key_;
   int local_;
   ofi::Handshake own_handshake_;
+  std::vector<Place> places_;  // by rank
   std::vector<ofi::Card::Segment> own_segments_{};
   JobKey job_;
   SegmentTable segments_;  // peers' entries have no memory
@@ -213,8 +222,7 @@ void OfiFabric::attach(int peer, SegmentId segment, std::size_t bytes,
   segments_.add(peer, segment, nullptr, bytes);
 }
 
-void OfiFabric::link(int peer, std::span<const std::byte> card, std::uint64_t epoch,
-                     const std::array<std::uint64_t, 2>& words) {
+ofi::Card OfiFabric::checked_card(int peer, std::span<const std::byte> card) const {
   const ofi::Card theirs = ofi::card_from(card, rank_, peer);
   ofi::check_joined(own_handshake_, rank_, theirs.handshake, peer);
   std::set<SegmentId> named;
@@ -225,6 +233,19 @@ void OfiFabric::link(int peer, std::span<const std::byte> card, std::uint64_t ep
       throw_attach(attachment, "its card cannot name such a segment, or not twice");
     }
   }
+  return theirs;
+}
+
+void OfiFabric::attach_all(int peer, const ofi::Card& card) {
+  segments_.clear(peer);
+  for (const ofi::Card::Segment& segment : card.segments) {
+    attach(peer, segment.id, segment.bytes, segment.handle);
+  }
+}
+
+void OfiFabric::link(int peer, std::span<const std::byte> card, std::uint64_t since,
+                     const std::array<std::uint64_t, 2>& words) {
+  const ofi::Card theirs = checked_card(peer, card);
   const LinkMessage mine{words, this->card()};
   if (mine.card.size() > ofi::kMaxPayload) {
     throw Error(ErrorKind::exhausted,
@@ -235,13 +256,11 @@ void OfiFabric::link(int peer, std::span<const std::byte> card, std::uint64_t ep
   }
   for (std::size_t endpoint = 0; endpoint < sets_.size(); ++endpoint) {
     sets_[endpoint]->link(
-        peer, partners_of(rank_, own_handshake_, peer, theirs.handshake, endpoint), epoch);
+        peer, partners_of(rank_, own_handshake_, peer, theirs.handshake, endpoint), since);
   }
-  segments_.clear(peer);
-  for (const ofi::Card::Segment& segment : theirs.segments) {
-    attach(peer, segment.id, segment.bytes, segment.handle);
-  }
-  sets_[0]->send_link_message(peer, epoch, mine);
+  attach_all(peer, theirs);
+  places_[static_cast<std::size_t>(peer)] = place_of(theirs.handshake);
+  sets_[0]->send_link_message(peer, since, mine);
 }
 
 std::byte* OfiFabric::pointer(int peer, SegmentId segment) const noexcept {

@@ -30,6 +30,9 @@ constexpr SegmentId kMaxNamed = 64;
 /// page tables: with n ranks that would be n² segments, seconds of the creation of a group.
 constexpr std::size_t kPopulatePeers = std::size_t{512} << 20;
 
+/// Of those in which a process that joins looks for a rank, 10 ms each: a directory may be slow.
+constexpr int kTurnsOfElsewhere = 25;
+
 class ShmFabric final : public MappedFabric, public Lobby {
  public:
   /// `ranks`: nothing, of one that has ended.
@@ -57,6 +60,8 @@ class ShmFabric final : public MappedFabric, public Lobby {
   bool is_open() const override { return door_ != nullptr; }
   void open(const Opening& opening) override;
   void show(std::span<const std::byte> card) override { door_->show(card); }
+  const Opening& opening() const override { return opening_; }
+  JobKey group() const override { return key_; }
   void close() noexcept override {
     if (door_) door_->close();
   }
@@ -95,6 +100,7 @@ class ShmFabric final : public MappedFabric, public Lobby {
   mutable std::mutex peers_mutex_;
   std::vector<std::shared_ptr<Peer>> peers_;
   std::set<SegmentId> named_;  // own segments that still have a name
+  Opening opening_{};
   JobKey door_key_{};
   std::unique_ptr<OwnDoor> door_{};
   std::optional<Doors> doors_{};
@@ -190,6 +196,7 @@ void ShmFabric::open(const Opening& opening) {
   door_ = std::make_unique<OwnDoor>(
       OwnDoor::What{door_key_, key_, rank(), opening.ticket, opening.invitation}, opening.text);
   doors_.emplace(door_key_, rank(), size());
+  opening_ = opening;
 }
 
 std::vector<Visitor> ShmFabric::visitors() {
@@ -297,26 +304,33 @@ std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, const Domains& dom
   return std::make_unique<ShmFabric>(rank, key, processes_of(ranks));
 }
 
-Met join_shm_fabric(int rank, int size, const std::string& name, std::chrono::nanoseconds deadline,
-                    const OnWait& on_wait) {
+Met join_shm_fabric(int rank, int size, const std::string& name, const LookElsewhere& elsewhere,
+                    std::chrono::nanoseconds deadline, const OnWait& on_wait) {
   remove_orphans();
+  std::vector<std::optional<ProcessName>> ranks(static_cast<std::size_t>(size));
+  ranks[static_cast<std::size_t>(rank)] = this_process();
   Doors lobby(door_key(name), rank, size);
   const auto end = std::chrono::steady_clock::now() + deadline;
-  for (;;) {
+  for (int turn = 0;;) {
     const auto doors = lobby.list();
     if (!doors.empty()) {
-      std::vector<std::optional<ProcessName>> ranks(static_cast<std::size_t>(size));
-      ranks[static_cast<std::size_t>(rank)] = this_process();
       const Door& first = *doors.front();
       return {std::make_unique<ShmFabric>(rank, key_behind(doors, rank, name), ranks),
               {first.rank(), first.page().ticket, first.page().owner.pid, first.text(),
                first.invitation()}};
     }
+    const bool looks = elsewhere && turn++ % kTurnsOfElsewhere == 0;
+    if (auto found = looks ? elsewhere() : std::nullopt) {
+      return {std::make_unique<ShmFabric>(rank, found->group, ranks), std::move(found->there)};
+    }
     if (std::chrono::steady_clock::now() >= end) {
       throw Error(ErrorKind::deadline,
                   "Group: rank " + std::to_string(rank) + " wants to join, but no rank of " + name +
-                      " runs on this host as this user; did all ranks end, and was the group made "
-                      "with the same elastic and port?",
+                      " runs on this host as this user" +
+                      (elsewhere ? ", and none shows itself in the arbiter's directory"
+                                 : "; ranks of other hosts are found by a directory that all share "
+                                   "(arbiter)") +
+                      "; did all ranks end, and was the group made with the same elastic and port?",
                   {.rank = rank});
     }
     if (on_wait) on_wait();

@@ -1,8 +1,12 @@
 // The fabric between processes of one host: POSIX shared memory.
 #pragma once
+#include <array>
 #include <chrono>
+#include <cstdint>
 #include <ferry/bootstrap.hpp>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "core/domains.hpp"
@@ -32,10 +36,16 @@ struct Met {
   std::unique_ptr<Fabric> fabric{};
   Visitor there{};  ///< a rank that was found; without its memory
 };
+/// A rank on another host, and the group's key.
+struct FoundElsewhere {
+  std::array<std::uint64_t, 2> group{};
+  Visitor there{};
+};
+using LookElsewhere = std::function<std::optional<FoundElsewhere>()>;
 /// Of a process that takes a lost rank's place: not collective. Waits for a rank that is found
-/// under `name` (lobby.hpp); no peer is attached yet, and all count as ended: `seat` and `vacate`
-/// follow. Throws Error(deadline) where there is none.
-Met join_shm_fabric(int rank, int size, const std::string& name, std::chrono::nanoseconds deadline,
-                    const OnWait& on_wait);
+/// under `name` (lobby.hpp) on this host, or else by `elsewhere`; no peer is attached yet, and all
+/// count as ended: `seat` and `vacate` follow. Throws Error(deadline) where there is none.
+Met join_shm_fabric(int rank, int size, const std::string& name, const LookElsewhere& elsewhere,
+                    std::chrono::nanoseconds deadline, const OnWait& on_wait);
 
 }  // namespace ferry::fabric

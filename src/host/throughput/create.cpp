@@ -107,6 +107,7 @@ std::shared_ptr<HostEngine> make_host_engine(Bootstrap& bootstrap, const GroupCo
   ArbiterCreation arbiter(config, domains, wire);
   const auto cards = engine::together(bootstrap, config, "Group: memory", [&] {
     arbiter.create();
+    clear_doors(config, wire);
     control = wire.register_memory(control_bytes(config, domains, body_bytes));
     arena = wire.register_memory(arena_bytes(config));
     return engine::bytes_of({engine::card_of(control), engine::card_of(arena)});
@@ -115,6 +116,7 @@ std::shared_ptr<HostEngine> make_host_engine(Bootstrap& bootstrap, const GroupCo
   engine::together(bootstrap, config, "Group: attach", [&] {
     engine::attach_all(wire, cards, {engine::card_of(control), engine::card_of(arena)});
     arbiter.check();
+    show_card(config, wire);
     return std::vector<std::byte>();
   });
   arbiter.keep();
@@ -141,7 +143,7 @@ std::shared_ptr<HostEngine> join_host_engine(const GroupConfig& config, const Do
     if (peer != wire.rank() && wire.lobby()->has(peer)) wire.lobby()->vacate(peer);
   }
   auto engine = std::make_shared<HostEngine>(std::move(memory), config, domains, control, 0);
-  if (wire.carries_texts()) wire.lobby()->show(wire.card());
+  show_card(config, wire);
   engine->join(ticket);
   return engine;
 }

@@ -58,6 +58,7 @@ HostEngine::HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config
       control_bytes_(control.bytes),
       body_bytes_(body_bytes),
       carrier_(engine::Carrier::make(*memory_->fabric, domains, control.data, control_layout())),
+      doors_(shared_doors_of(config_, *memory_->fabric)),
       now_(memory_->fabric->rank(), memory_->fabric->size()) {
   arbiter_ = arbiter_of(config_, domains, *memory_->fabric);
 }
@@ -77,10 +78,14 @@ void HostEngine::destroy() {
 void HostEngine::leave_arbiter() noexcept {
   if (!arbiter_) return;
   try {
+    const GroupView view = group_view();
     engine::Member::Seats seats;
-    for (const int rank : group_view().ranks) seats.add(rank);
+    for (const int rank : view.ranks) seats.add(rank);
     engine::at_most_for<void>(std::chrono::seconds(1), "",
-                              [file = arbiter_, seats] { file->leave(seats); });
+                              [file = arbiter_, doors = doors_, seats, lost = view.lost] {
+                                if (doors) doors->leave(lost);
+                                file->leave(seats);
+                              });
   } catch (const std::exception&) {  // the file stays
   }
 }
@@ -262,6 +267,7 @@ engine::Regroup& HostEngine::membership(std::uint64_t ticket) {
     }
     regroup_ = std::make_unique<engine::Regroup>(memory_, carrier_, channel_, config_,
                                                  control_layout(), std::move(arbiter), ticket);
+    if (ticket != 0) regroup_->look_at(shared_cards(doors_));
   }
   return *regroup_;
 }

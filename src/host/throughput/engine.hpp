@@ -23,6 +23,7 @@
 #include "engine/memory.hpp"
 #include "engine/regions.hpp"
 #include "engine/regroup.hpp"
+#include "fabric/domains/shared_doors.hpp"
 #include "host/throughput/tuning.hpp"
 
 namespace ferry::host {
@@ -205,6 +206,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   std::size_t body_bytes_;
   std::shared_ptr<engine::Carrier> carrier_;  // null: all ranks share memory, or cannot regroup
   std::shared_ptr<const engine::ArbiterFile> arbiter_{};
+  std::shared_ptr<const fabric::SharedDoors> doors_;  // null: none in a directory
   std::unique_ptr<engine::Regroup> regroup_{};  // of the thread whose turn it is
   engine::CurrentView now_;
   mutable std::mutex latency_mutex_;
@@ -236,6 +238,16 @@ Combined combine(HostEngine& engine, const ConstTensorView& rows, const Plan& pl
 std::shared_ptr<const engine::ArbiterFile> arbiter_of(const GroupConfig& config,
                                                       const Domains& domains,
                                                       const fabric::Fabric& fabric);
+
+// doors.cpp: of elastic groups of several domains; otherwise they do nothing.
+
+std::shared_ptr<const fabric::SharedDoors> shared_doors_of(const GroupConfig& config,
+                                                           fabric::Fabric& fabric);
+/// Of rank 0, before any rank shows its card: those of earlier groups go.
+void clear_doors(const GroupConfig& config, fabric::Fabric& fabric);
+/// This rank has registered its memory.
+void show_card(const GroupConfig& config, fabric::Fabric& fabric);
+engine::Regroup::Cards shared_cards(std::shared_ptr<const fabric::SharedDoors> doors);
 
 /// vault.cpp. Makes `vault`, the engine's own, or takes up the one that is there. What it returns
 /// keeps the engine alive.

@@ -6,7 +6,7 @@
 #include <memory>
 #include <optional>
 
-#include "engine/test_groups.hpp"
+#include "host/throughput/test_joins.hpp"
 #include "platform/process.hpp"
 
 namespace ferry::host::test {
@@ -22,39 +22,6 @@ GroupConfig replaceable(const std::string& name, std::chrono::nanoseconds deadli
   config.fabric = FabricKind::shm;
   config.elastic = name + std::to_string(process_id());
   return config;
-}
-
-class Joins final : public Bootstrap {
- public:
-  Joins(int rank, int size) : rank_(rank), size_(size) {}
-  int rank() const override { return rank_; }
-  int size() const override { return size_; }
-  bool joins() const override { return true; }
-  std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte>,
-                                                 std::chrono::nanoseconds, const OnWait&) override {
-    throw Error(ErrorKind::unsupported, "there is nobody to gather with");
-  }
-
- private:
-  int rank_;
-  int size_;
-};
-
-Group join(int rank, int size, const GroupConfig& config) {
-  return {std::make_shared<Joins>(rank, size), config};
-}
-
-/// Commits until a process waits; the step.
-std::uint64_t commit_until_one_waits(Group& group, std::uint64_t step) {
-  while (!group.commit(step)) {
-    std::this_thread::sleep_for(1ms);
-    ++step;
-  }
-  return step;
-}
-
-void wait_for_a_loss(Group& group) {
-  EXPECT_ANY_THROW(for (;;) group.barrier());
 }
 
 TEST(Join, AProcessTakesThePlaceOfARankThatLeft) {

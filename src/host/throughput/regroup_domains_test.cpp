@@ -5,13 +5,12 @@
 #include <latch>
 #include <string>
 
-#include "engine/test_groups.hpp"
 #include "engine/test_network.hpp"
+#include "host/throughput/test_joins.hpp"
 #include "platform/process.hpp"
 
 namespace ferry::host::test {
 
-using namespace engine::test;
 namespace {
 
 GroupConfig domains_of(int size, std::chrono::nanoseconds deadline = 20s) {
@@ -40,15 +39,6 @@ GroupView regroup_to(Group& group, const std::vector<int>& ranks) {
     view = group.regroup();
   }
   return view;
-}
-
-/// A rank that left behind it may end it for a rank that has not heard from all yet.
-void barrier_before_some_leave(Group& group) {
-  try {
-    group.barrier();
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::peer_left) throw;
-  }
 }
 
 class RegroupDomains : public testing::TestWithParam<Crossing> {};

@@ -1,0 +1,94 @@
+// By what processes that join find the ranks of an elastic group of several domains: the doors of
+// this host (fabric/shm/door.hpp), and files in the arbiter's directory.
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/aside.hpp"
+#include "fabric/lobby.hpp"
+#include "host/throughput/engine.hpp"
+
+namespace ferry::host {
+namespace {
+
+/// So often the directory is read.
+constexpr auto kLookPeriod = std::chrono::milliseconds(250);
+
+std::string late_directory(int rank) {
+  return "rank " + std::to_string(rank) +
+         ": Group: elastic: the arbiter's directory did not answer within the deadline";
+}
+
+/// What the files show, as read last; reads them aside.
+class SharedCards {
+ public:
+  explicit SharedCards(std::shared_ptr<const fabric::SharedDoors> doors)
+      : doors_(std::move(doors)) {}
+
+  std::vector<fabric::Elsewhere> look() {
+    const auto now = std::chrono::steady_clock::now();
+    if (!reading_.valid() && now >= next_) {
+      next_ = now + kLookPeriod;
+      reading_ = engine::Aside<Doors>([doors = doors_] { return doors->list(); });
+    }
+    if (!reading_.valid() || !reading_.ready_in(std::chrono::seconds(0))) return {};
+    std::vector<fabric::Elsewhere> cards;
+    for (fabric::SharedDoor& door : reading_.get()) {
+      if (!door.there.card.empty()) cards.push_back({door.there.rank, std::move(door.there.card)});
+    }
+    return cards;
+  }
+
+ private:
+  using Doors = std::vector<fabric::SharedDoor>;
+  std::shared_ptr<const fabric::SharedDoors> doors_;
+  std::chrono::steady_clock::time_point next_{};
+  engine::Aside<Doors> reading_{};
+};
+
+}  // namespace
+
+std::shared_ptr<const fabric::SharedDoors> shared_doors_of(const GroupConfig& config,
+                                                           fabric::Fabric& fabric) {
+  fabric::Lobby* lobby = fabric.lobby();
+  const bool any = !config.arbiter.empty() && lobby != nullptr && lobby->is_open();
+  if (!any || !fabric.carries_texts()) return nullptr;
+  return std::make_shared<fabric::SharedDoors>(config.arbiter, lobby->opening().name, fabric.rank(),
+                                               fabric.size());
+}
+
+void clear_doors(const GroupConfig& config, fabric::Fabric& fabric) {
+  const auto doors = shared_doors_of(config, fabric);
+  if (!doors || fabric.rank() != 0) return;
+  engine::at_most_for<void>(config.deadline, late_directory(fabric.rank()),
+                            [doors] { doors->clear(); });
+}
+
+void show_card(const GroupConfig& config, fabric::Fabric& fabric) {
+  fabric::Lobby* lobby = fabric.lobby();
+  if (!fabric.carries_texts() || lobby == nullptr || !lobby->is_open()) return;
+  const auto card = fabric.card();
+  lobby->show(card);
+  const auto doors = shared_doors_of(config, fabric);
+  if (!doors) return;
+  const fabric::Lobby::Opening& opening = lobby->opening();
+  fabric::SharedDoor own{.group = lobby->group(),
+                         .there = {.rank = fabric.rank(),
+                                   .ticket = opening.ticket,
+                                   .text = opening.text,
+                                   .invitation = opening.invitation,
+                                   .card = card}};
+  engine::at_most_for<void>(config.deadline, late_directory(fabric.rank()),
+                            [doors, own = std::move(own)] { doors->show(own); });
+}
+
+engine::Regroup::Cards shared_cards(std::shared_ptr<const fabric::SharedDoors> doors) {
+  if (!doors) return {};
+  const auto cards = std::make_shared<SharedCards>(std::move(doors));
+  return [cards] { return cards->look(); };
+}
+
+}  // namespace ferry::host

@@ -1,0 +1,140 @@
+// Processes join domains of which nobody is left. Ranks are threads; deaths of processes are in
+// tests/reliability.
+#include <algorithm>
+#include <filesystem>
+#include <latch>
+#include <optional>
+#include <string>
+
+#include "engine/test_network.hpp"
+#include "host/throughput/test_joins.hpp"
+#include "platform/process.hpp"
+
+namespace ferry::host::test {
+namespace {
+
+GroupConfig domains_of(int size, const std::string& name,
+                       std::chrono::nanoseconds deadline = 20s) {
+  GroupConfig config;
+  config.experts = 60;
+  config.memory_bytes = 1 << 16;
+  config.deadline = deadline;
+  config.domain_size = size;
+  config.network = FabricKind::ofi;
+  config.fabric = FabricKind::shm;
+  config.elastic = name + std::to_string(process_id());
+  return config;
+}
+
+void throw_unless_lost(const Error& error) {
+  if (error.kind() != ErrorKind::peer_failed && error.kind() != ErrorKind::peer_left) throw error;
+}
+
+/// Regroups whenever that is asked for, until the view has `ranks`; then exchanges among them.
+void go_on_until(Group& group, const std::vector<int>& ranks) {
+  std::uint64_t step = group.view().step + 1;
+  while (group.view().ranks != ranks) {
+    try {
+      if (!group.commit(step++)) {
+        std::this_thread::sleep_for(1ms);
+        continue;
+      }
+    } catch (const Error& error) {  // another rank is lost, or has called regroup
+      throw_unless_lost(error);
+    }
+    step = group.regroup().step + 1;
+  }
+  for (int round = 0; round < 3;) {  // a last regroup may be under way
+    try {
+      exchange_among(group, ranks, 1);
+      ++round;
+      if (round == 3) group.barrier();
+    } catch (const Error& error) {
+      throw_unless_lost(error);
+      round = 0;
+      group.regroup();
+    }
+  }
+}
+
+struct Domains {
+  const char* name;
+  int ranks;
+  int size;                ///< of a domain
+  std::vector<int> leave;  ///< in this order
+  std::vector<int> join;   ///< at once
+};
+
+class JoinDomains : public testing::TestWithParam<Domains> {};
+
+TEST_P(JoinDomains, ProcessesComeBackWhereNobodyIsLeft) {
+  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  const Domains& what = GetParam();
+  const GroupConfig config = domains_of(what.size, what.name);
+  const auto leaves = [&](int rank) {
+    return std::find(what.leave.begin(), what.leave.end(), rank) != what.leave.end();
+  };
+  std::vector<int> left, all;
+  for (int rank = 0; rank < what.ranks; ++rank) {
+    if (!leaves(rank)) left.push_back(rank);
+    const bool back = std::find(what.join.begin(), what.join.end(), rank) != what.join.end();
+    if (!leaves(rank) || back) all.push_back(rank);
+  }
+  const auto bootstraps = thread_bootstrap(what.ranks);
+  const int threads = what.ranks + static_cast<int>(what.join.size());
+  std::latch gone(what.ranks), done(static_cast<std::ptrdiff_t>(all.size()));
+  on_ranks(threads, [&](int thread) {
+    std::optional<Group> group;
+    if (thread < what.ranks) {
+      group.emplace(bootstraps[static_cast<std::size_t>(thread)], config);
+      exchange_among(*group, group->view().ranks, 1);
+      barrier_before_some_leave(*group);
+      if (leaves(thread)) {
+        group->destroy();
+        return gone.count_down();
+      }
+      go_on_until(*group, left);
+      gone.arrive_and_wait();
+    } else {
+      gone.wait();
+      const int rank = what.join[static_cast<std::size_t>(thread - what.ranks)];
+      group.emplace(join(rank, what.ranks, config));
+      const auto& joined = group->view().joined;
+      EXPECT_NE(std::find(joined.begin(), joined.end(), rank), joined.end());
+    }
+    go_on_until(*group, all);
+    EXPECT_EQ(group->view().lost.size(), static_cast<std::size_t>(what.ranks) - all.size());
+    done.arrive_and_wait();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, JoinDomains,
+    testing::Values(Domains{"alone", 3, 1, {2}, {2}}, Domains{"host", 4, 2, {2, 3}, {2, 3}},
+                    Domains{"first", 5, 2, {0, 1}, {1, 0}}, Domains{"two", 4, 1, {1, 3}, {3, 1}},
+                    Domains{"part", 6, 2, {2, 3, 5}, {3, 5}}),
+    [](const auto& test) { return std::string(test.param.name); });
+
+TEST(JoinDomainsErrors, WhoeverIsNotTakenInIsToldWhy) {
+  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  const GroupConfig config = domains_of(1, "late", 1s);
+  const auto bootstraps = thread_bootstrap(3);
+  std::latch left(3), refused(1), answered(1), refused_again(1);
+  on_ranks(4, [&](int thread) {
+    if (thread == 3) {
+      left.wait();
+      expect_error(ErrorKind::deadline, {"rank 2", "none of another domain has answered"},
+                   [&] { join(2, 3, config); });
+      refused.count_down();
+      return;
+    }
+    Group group(bootstraps[static_cast<std::size_t>(thread)], config);
+    group.barrier();
+    if (thread == 2) group.destroy();
+    left.count_down();
+    refused.wait();
+  });
+}
+
+}  // namespace
+}  // namespace ferry::host::test

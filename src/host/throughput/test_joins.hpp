@@ -1,0 +1,56 @@
+// For tests of processes that take the places of lost ranks: threads, over shm.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "engine/test_groups.hpp"
+
+namespace ferry::host::test {
+
+using namespace engine::test;
+
+class Joins final : public Bootstrap {
+ public:
+  Joins(int rank, int size) : rank_(rank), size_(size) {}
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  bool joins() const override { return true; }
+  std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte>,
+                                                 std::chrono::nanoseconds, const OnWait&) override {
+    throw Error(ErrorKind::unsupported, "there is nobody to gather with");
+  }
+
+ private:
+  int rank_;
+  int size_;
+};
+
+inline Group join(int rank, int size, const GroupConfig& config) {
+  return {std::make_shared<Joins>(rank, size), config};
+}
+
+/// Commits until a process waits; the step.
+inline std::uint64_t commit_until_one_waits(Group& group, std::uint64_t step) {
+  while (!group.commit(step)) {
+    std::this_thread::sleep_for(1ms);
+    ++step;
+  }
+  return step;
+}
+
+/// A rank that left behind it may end it for a rank that has not heard from all yet.
+inline void barrier_before_some_leave(Group& group) {
+  try {
+    group.barrier();
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::peer_left) throw;
+  }
+}
+
+inline void wait_for_a_loss(Group& group) {
+  EXPECT_ANY_THROW(for (;;) group.barrier());
+}
+
+}  // namespace ferry::host::test
