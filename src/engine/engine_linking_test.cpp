@@ -6,6 +6,7 @@
 #include <cstring>
 #include <map>
 #include <set>
+#include <utility>
 
 #include "engine/test_groups.hpp"
 #include "fabric/memory.hpp"
@@ -16,7 +17,7 @@ namespace {
 using Said = Member::Said;
 
 constexpr int kSeats = 4;  // 0 1, 2 3
-constexpr std::uint64_t kTicket = 77;
+constexpr std::uint64_t kTicket = fabric::kTicketBit | 77;
 
 std::vector<std::byte> bytes_of(const std::string& text) {
   const auto* first = reinterpret_cast<const std::byte*>(text.data());
@@ -57,6 +58,18 @@ class FakeNetwork final : public fabric::Fabric {
     if (came == messages_.end()) return std::nullopt;
     return came->second;
   }
+  std::optional<Knock> knock(int peer) override {
+    const auto came = knocks_.find(peer);
+    if (came == knocks_.end()) return std::nullopt;
+    return Knock{came->second, *link_message(peer, came->second)};
+  }
+  void attach_card(int peer, std::span<const std::byte> card) override {
+    attached_[peer] = {card.begin(), card.end()};
+  }
+  fabric::Place place(int peer) const override {
+    const auto there = places_.find(peer);
+    return there == places_.end() ? fabric::Place{} : there->second;
+  }
 
   OnText on_text_{};
   bool refuses_ = false;
@@ -64,6 +77,9 @@ class FakeNetwork final : public fabric::Fabric {
   std::map<int, std::vector<std::byte>> linked_{};
   std::map<int, std::uint64_t> epochs_{};
   std::map<std::pair<int, std::uint64_t>, LinkMessage> messages_{};
+  std::map<int, std::uint64_t> knocks_{};  // the last ticket
+  std::map<int, std::vector<std::byte>> attached_{};
+  std::map<int, fabric::Place> places_{};
 };
 
 /// The form of what a carrier sends (carrier.hpp).
@@ -97,7 +113,10 @@ struct Rank {
   bool took_any() {
     std::uint64_t seen = 0;
     for (int seat = 0; seat < kSeats; ++seat) {
-      if (carrier->heard(seat, seen) || carrier->last(seat) || carrier->waiting(seat)) return true;
+      if (carrier->heard(seat, seen) || carrier->last(seat) || carrier->waiting(seat) ||
+          carrier->asks(seat)) {
+        return true;
+      }
     }
     return evicted() != 0;
   }
@@ -124,6 +143,10 @@ TEST(Carrier, TakesWhatAPeerMaySay) {
   rank.comes(2, {kWaits, 3, 3, said_of(0, 1, kTicket)}, "card");
   ASSERT_TRUE(rank.carrier->waiting(3));
   EXPECT_EQ(rank.carrier->waiting(3)->card, bytes_of("card"));
+  rank.comes(3, {kWaits, 3, 7, said_of(0, 1, kTicket)});
+  ASSERT_TRUE(rank.carrier->asks(3)) << "of itself, without a card";
+  EXPECT_EQ(rank.carrier->asks(3)->epoch, 7u);
+  EXPECT_EQ(rank.carrier->waiting(3)->epoch, 3u);
   rank.comes(2, {kEvicted, 0, 0, said_of(5, 0)});
   EXPECT_EQ(rank.evicted(), 5u);
 }
@@ -161,6 +184,7 @@ TEST(Carrier, LeavesWhatCannotBe) {
         Case{"another is evicted", 2, {kEvicted, 1, 0, said_of(3, 0)}},
         Case{"evicted in no epoch", 2, {kEvicted, 0, 0, said_of(0, 0)}},
         Case{"waits without a card", 2, {kWaits, 3, 3, said_of(0, 1, kTicket)}},
+        Case{"waits itself, with a card", 3, {kWaits, 3, 3, said_of(0, 1, kTicket)}, "c"},
         Case{"waits, a member", 2, {kWaits, 3, 3, said_of(2, 1, kTicket)}, "c"},
         Case{"waits, no ticket", 2, {kWaits, 3, 3, said_of(0, 1)}, "c"},
         Case{"waits in this domain", 2, {kWaits, 1, 3, said_of(0, 1, 7)}, "c"}}) {
@@ -292,6 +316,119 @@ TEST(Linking, ACardThatCannotBeNamesItsSeat) {
     EXPECT_EQ(links.failed, Member::Seats::of(2));
   }
   EXPECT_TRUE(links.linking.pending(2) && links.linking.untouched(2));
+}
+
+struct Knocks : Links {
+  using Links::Links;
+  /// The rank has linked this one under that ticket.
+  void comes(int from, std::uint64_t ticket, const std::string& card, std::uint64_t own_ticket) {
+    rank.network.knocks_[from] = ticket;
+    rank.network.messages_[{from, ticket}] = {{Channel::kJoining, own_ticket}, bytes_of(card)};
+  }
+  /// And forgets that it did.
+  bool links(int peer, const std::string& card, std::uint64_t since) {
+    const auto linked = std::exchange(rank.network.linked_[peer], {});
+    return linked == bytes_of(card) && rank.network.epochs_[peer] == since;
+  }
+};
+
+TEST(Linking, WhoeverKnocksIsLinkedBeforeItHasItsSeat) {
+  Knocks links;
+  EXPECT_EQ(links.linking.answer(2), 0u) << "nobody knocks";
+  links.comes(2, kTicket, "its own", kTicket + 1);
+  EXPECT_EQ(links.linking.answer(2), 0u) << "a ticket that is not its own";
+  links.comes(2, kTicket, "its own", kTicket);
+  EXPECT_EQ(links.linking.answer(2), kTicket);
+  EXPECT_TRUE(links.links(2, "its own", kTicket));
+  EXPECT_EQ(links.linking.answer(2), kTicket);
+  EXPECT_TRUE(links.links(2, "", kTicket)) << "once";
+  links.linking.begin(2, view_of(5, 2, kTicket), kTicket);
+  EXPECT_EQ(links.advance(), std::vector<int>{2});
+  EXPECT_TRUE(links.links(2, "", kTicket)) << "as it is";
+  EXPECT_EQ(links.linking.since(2), 5u);
+  EXPECT_EQ(links.linking.joined_at(2), 11u);
+}
+
+TEST(Linking, ACardOfOneThatKnocksIsTriedOnce) {
+  Knocks links;
+  links.comes(2, kTicket, "bad", kTicket);
+  links.rank.network.refuses_ = true;
+  EXPECT_EQ(links.linking.answer(2), 0u);
+  links.rank.network.refuses_ = false;
+  EXPECT_EQ(links.linking.answer(2), 0u);
+  links.comes(2, kTicket + 2, "the next", kTicket + 2);
+  EXPECT_EQ(links.linking.answer(2), kTicket + 2);
+}
+
+TEST(Linking, AProcessKnocksAtAllWhoseCardsItFinds) {
+  Knocks links(kTicket);
+  const std::vector<fabric::Elsewhere> cards = {{1, bytes_of("of its own domain")},
+                                                {2, bytes_of("two")},
+                                                {3, bytes_of("a lost one")}};
+  links.linking.knock(cards);
+  EXPECT_TRUE(links.links(1, "", 0));
+  EXPECT_TRUE(links.links(2, "two", kTicket));
+  EXPECT_TRUE(links.links(3, "a lost one", kTicket));
+  links.linking.knock(cards);
+  EXPECT_TRUE(links.links(2, "", kTicket)) << "once";
+  links.linking.knock({{{3, bytes_of("three")}}});
+  EXPECT_TRUE(links.links(3, "three", kTicket)) << "the one that has its place now";
+  EXPECT_FALSE(links.linking.answered(2));
+  links.rank.network.messages_[{2, kTicket}] = {{0, 0}, bytes_of("two, grown")};
+  links.rank.network.messages_[{3, kTicket}] = {{7, kTicket + 2}, bytes_of("three")};
+  EXPECT_TRUE(links.linking.answered(2) && links.linking.answered(3));
+  EXPECT_EQ(links.rank.network.attached_[2], bytes_of("two, grown"));
+  links.linking.begin(2, view_of(5, 0, kTicket), 0);
+  links.linking.begin(3, view_of(5, 0, kTicket), 0);
+  EXPECT_EQ(links.advance(), (std::vector<int>{2, 3}));
+  EXPECT_TRUE(links.links(2, "", kTicket)) << "as they are";
+  EXPECT_EQ(links.linking.joined_at(3), 7u);
+}
+
+/// A rank that a rank of this domain has told of this process links it in the epoch.
+TEST(Linking, WhoKnocksLeavesItToTheOther) {
+  Knocks links(kTicket);
+  links.linking.knock({{{2, bytes_of("two")}}});
+  EXPECT_TRUE(links.links(2, "two", kTicket));
+  links.linking.begin(2, view_of(5, 0, kTicket), 0);
+  EXPECT_EQ(links.advance(), None());
+  links.rank.network.messages_[{2, 5}] = {{0, 0}, bytes_of("two")};
+  EXPECT_EQ(links.advance(), std::vector<int>{2});
+  EXPECT_TRUE(links.links(2, "two", 5));
+}
+
+TEST(Linking, OfTwoThatKnockAtEachOtherTheLowerSeatsTicketCounts) {
+  Knocks links(kTicket);  // seat 0
+  links.linking.knock({{{2, bytes_of("two")}}});
+  EXPECT_TRUE(links.links(2, "two", kTicket));
+  links.comes(2, kTicket + 2, "two", kTicket + 2);
+  Member::View both = view_of(5, 0, kTicket);
+  both.joins[1] = {2, kTicket + 2};
+  links.linking.begin(2, both, kTicket + 2);
+  EXPECT_EQ(links.advance(), None());
+  EXPECT_TRUE(links.links(2, "", kTicket)) << "not under its ticket";
+  links.rank.network.messages_[{2, kTicket}] = {{Channel::kJoining, kTicket + 2}, bytes_of("two")};
+  EXPECT_EQ(links.advance(), std::vector<int>{2});
+}
+
+TEST(Linking, APlaceProvesThatTheFormerHolderHasEnded) {
+  const fabric::Place there{"boot", "processes", "10.0.0.1"};
+  const auto proves = [&](const fabric::Place& now) { return fabric::proves_end(there, now); };
+  EXPECT_TRUE(proves(there));
+  EXPECT_TRUE(proves({"boot", "processes", "10.0.0.9"}));
+  EXPECT_FALSE(proves({"boot", "a container's", "10.0.0.1"}));
+  EXPECT_TRUE(proves({"the next boot", "processes", "10.0.0.1"}));
+  EXPECT_FALSE(proves({"another machine", "processes", "10.0.0.2"}));
+  EXPECT_FALSE(proves({"", "processes", "10.0.0.1"}));
+  EXPECT_FALSE(fabric::proves_end({"boot", "processes", ""}, {"another", "processes", ""}));
+
+  Rank rank;
+  rank.network.places_[2] = there;
+  Linking linking(rank.network, rank.carrier, rank.channel, 0);
+  rank.network.places_[2] = {"another machine", "processes", "10.0.0.2"};
+  EXPECT_FALSE(linking.proves_end(2));
+  rank.network.places_[2] = there;
+  EXPECT_TRUE(linking.proves_end(2));
 }
 
 TEST(Linking, WhoeverHasLeftTheViewIsNotLinked) {

@@ -47,6 +47,7 @@ TEST(MembershipModel, IsSound) {
   expect_sound("3 ranks, 1 cut", {.cuts = 1, .gives_up = true});
   expect_sound("3 ranks, 1 death, 1 joins", {.deaths = 1, .joins = 1, .closes = true});
   expect_sound("3 ranks, 1 late, 1 joins", {.late = 1, .delays = 0, .joins = 2, .closes = true});
+  expect_sound("3 ranks, 1 death, 1 knocks", {.deaths = 1, .delays = 0, .joins = 2, .knocks = true});
   expect_sound("4 ranks, 1 late, arbiter", {.ranks = 4, .late = 1, .delays = 0, .arbiter = true});
 }
 
@@ -65,6 +66,11 @@ TEST(MembershipModel, IsSoundOnRandomWalks) {
     all.joins = joins;
     expect_sound("3 ranks, everything", all);
   }
+  all.closes = false;
+  all.knocks = true;
+  expect_sound("3 ranks, everything, knocks", all);
+  all.closes = true;
+  all.knocks = false;
   all.joins = -1;
   all.ranks = 4;
   for (const bool arbiter : {false, true}) {
@@ -103,6 +109,9 @@ struct NoQuarantine : SmallTraits {
 struct SeatsInQuarantine : SmallTraits {
   static constexpr bool kHoles = false;
 };
+struct AnyKnock : SmallTraits {
+  static constexpr bool kKnocksProve = false;
+};
 struct NoTickets : SmallTraits {
   static constexpr bool kTickets = false;
 };
@@ -132,6 +141,9 @@ TEST(MembershipModel, MutantsAreCaught) {
   expect_caught<OwnStep>("the leader's step", "a survivor is ahead of the agreed step",
                          {.ranks = 2, .late = 1, .generations = 1});
   expect_caught<NoQuarantine>("no quarantine", "a quarantined region is granted", {.late = 1});
+  expect_caught<AnyKnock>("who joins does not look for the former one",
+                          "a quarantined region is granted",
+                          {.late = 1, .delays = 0, .joins = 2, .knocks = true});
   expect_caught<SeatsInQuarantine>("joiners take any seat", kStuck, {.joins = 1});
   expect_caught<NoTickets>("no tickets", "two processes in one seat",
                            {.late = 1, .joins = 2, .closes = true});

@@ -23,6 +23,7 @@ using protocol::MembershipTraits;
 struct SmallTraits : MembershipTraits {
   static constexpr int kSeats = 4;
   static constexpr int kJoins = 1;
+  static constexpr bool kKnocksProve = true;  ///< who joins has seen that the former one has ended
 };
 
 /// What may happen, and how often.
@@ -39,6 +40,7 @@ struct MembershipCase {
   bool arbiter = false;
   bool gives_up = false;
   bool closes = false;           ///< segments are closed without a proof of death
+  bool knocks = false;           ///< who joins runs where the former holder of its seat ran
   std::uint64_t walks = 0;       ///< random walks instead of all states
   std::uint64_t most = 300'000;  ///< states; reaching it is a failure
 };
@@ -349,6 +351,22 @@ class MembershipWorld {
     follow_up(s, p, before, 0);
     return true;
   }
+  /// The process that joins proves to a rank that nobody can prove it to otherwise.
+  bool knock(State& s, int p) {
+    if (!case_.knocks || !active(s, p) || p == case_.ranks) return false;
+    Process& mine = s.processes[at(p)];
+    const int former = case_.joins;
+    const bool seated = mine.rank.view().live.has(former);
+    if (mine.rank.standing() != Standing::kMember || seated) return false;
+    if (!mine.rank.quarantined().has(former)) return false;
+    const bool ended = s.processes[at(former)].alive == 0;
+    if (Traits::kKnocksProve && !ended) return false;
+    const Process before = mine;
+    mine.rank.release(former);
+    if (ended) mine.released |= 1ull << former;
+    follow_up(s, p, before, 0);
+    return true;
+  }
   bool retry(State& s, int p) {
     if (!active(s, p) || s.retries >= case_.retries) return false;
     const Process before = s.processes[at(p)];
@@ -415,7 +433,7 @@ class MembershipWorld {
     return true;
   }
 
-  static constexpr int kKinds = 14;
+  static constexpr int kKinds = 15;
   int events() const { return kKinds * kProcesses * kProcesses; }
   /// False: it cannot happen, or changes nothing.
   bool apply(State& s, int event) {
@@ -442,6 +460,7 @@ class MembershipWorld {
       case 10: return die(s, p);
       case 11: return use(s, p);
       case 12: return commit(s, p);
+      case 13: return knock(s, p);
       default: return p == 0 && delay(s);
     }
   }
@@ -458,7 +477,8 @@ class MembershipWorld {
     if (kind == 8) return case_.arbiter;
     if (kind == 9) return case_.gives_up;
     if (kind == 10) return s.deaths < case_.deaths;
-    return kind == 3 || kind == 13 || case_.generations > 0;
+    if (kind == 13) return case_.knocks;
+    return kind == 3 || kind == 14 || case_.generations > 0;
   }
   void forget_those_gone(State& s) {
     for (int to = 0; to < count(); ++to) {
@@ -480,6 +500,7 @@ class MembershipWorld {
                                          "dies",
                                          "uses a generation",
                                          "commits a step",
+                                         "has it from who joins that the former one has ended",
                                          "the next statement is late"};
     const int kind = event / (kProcesses * kProcesses);
     const int p = event / kProcesses % kProcesses, q = event % kProcesses;
@@ -512,6 +533,7 @@ class MembershipWorld {
       }
       for (int p = 0; p < count(); ++p) {
         any = ask(s, p) || any;
+        any = knock(s, p) || any;
         for (int q = 0; q < count(); ++q) {
           any = prove(s, p, q) || any;
           if (!active(s, q)) any = suspect(s, p, q) || any;

@@ -115,6 +115,43 @@ INSTANTIATE_TEST_SUITE_P(
                     Domains{"part", 6, 2, {2, 3, 5}, {3, 5}}),
     [](const auto& test) { return std::string(test.param.name); });
 
+/// The former holders were not known to be dead: the processes that come prove it.
+TEST(JoinDomainsOfASplit, TheHalfThatLostComesBack) {
+  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  const std::filesystem::path shared =
+      testing::TempDir() + "ferry_doors_" + std::to_string(process_id());
+  std::filesystem::create_directory(shared);
+  GroupConfig config = domains_of(2, "split", 2s);
+  config.arbiter = shared;
+  const auto bootstraps = thread_bootstrap(4);
+  std::latch gone_on(2), ended(2), done(4);
+  on_ranks(6, [&](int thread) {
+    std::optional<Group> group;
+    if (thread < 4) {
+      group.emplace(bootstraps[static_cast<std::size_t>(thread)], config);
+      group->barrier();
+      if (thread >= 2) {
+        gone_on.wait();
+        expect_error(ErrorKind::evicted, {"went on without"}, [&] {
+          for (;;) group->barrier();
+        });
+        group->destroy();
+        return ended.count_down();
+      }
+      EXPECT_ANY_THROW(for (;;) group->barrier());
+      EXPECT_EQ(group->regroup(), (GroupView{2, {0, 1}, {2, 3}, 0}));
+      gone_on.count_down();
+    } else {
+      ended.wait();
+      group.emplace(join(thread - 2, 4, config));
+    }
+    go_on_until(*group, {0, 1, 2, 3});
+    done.arrive_and_wait();
+  });
+  EXPECT_TRUE(std::filesystem::is_empty(shared)) << "the last rank that leaves removes the files";
+  std::filesystem::remove_all(shared);
+}
+
 TEST(JoinDomainsErrors, WhoeverIsNotTakenInIsToldWhy) {
   if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
   const GroupConfig config = domains_of(1, "late", 1s);
