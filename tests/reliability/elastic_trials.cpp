@@ -78,7 +78,7 @@ class Trials {
   }
 
   /// What happens while processes take the places of ranks that were killed.
-  enum class Meanwhile { nothing, two_at_once, joiner_dies, rank_dies };
+  enum class Meanwhile { nothing, two_at_once, a_domain, joiner_dies, rank_dies };
 
   bool join(const char* name, Meanwhile meanwhile) {
     if (!wanted(name)) return true;
@@ -88,9 +88,10 @@ class Trials {
     while (kills < kills_) {
       any_moment();
       const int lost = meanwhile == Meanwhile::two_at_once ? 2 : 1;
-      const std::vector<int> seats = replaceable(job, lost);
+      const std::vector<int> seats =
+          meanwhile == Meanwhile::a_domain ? domain(job) : victims(job, lost);
       job.lose(seats, Stage::anywhere, SIGKILL);
-      kills += lost;
+      kills += int(seats.size());
       any_moment();
       // Longer than it takes to join, so that it ends at every stage.
       const std::chrono::microseconds after(random_() % 60'000);
@@ -100,7 +101,7 @@ class Trials {
         ++kills;
       }
       if (job.wrong().empty() && meanwhile == Meanwhile::rank_dies) {
-        const int victim = replaceable(job, 1).front();
+        const int victim = victims(job, 1).front();
         job.lose_beside_joiner(seats.front(), victim, after);
         missing = {victim};
         ++kills;
@@ -138,27 +139,20 @@ class Trials {
     std::this_thread::sleep_for(std::chrono::microseconds(2000 + random_() % 20'000));
   }
   std::vector<int> victims(const ElasticJob& job, const Cell& cell) {
+    return cell.rank_0 ? std::vector<int>{0} : victims(job, cell.at_once);
+  }
+  std::vector<int> victims(const ElasticJob& job, int count) {
     std::vector<int> ranks = job.alive();
-    if (cell.rank_0) return {0};
     std::shuffle(ranks.begin(), ranks.end(), random_);
-    ranks.resize(static_cast<std::size_t>(cell.at_once));
+    ranks.resize(static_cast<std::size_t>(count));
     return ranks;
   }
-  /// The same of those whose domains keep a rank, by which processes find them.
-  std::vector<int> replaceable(const ElasticJob& job, int count) {
-    for (;;) {
-      const std::vector<int> some = victims(job, {"", Stage::anywhere, count, false});
-      const auto left_in = [&](int domain) {
-        return std::count_if(job.alive().begin(), job.alive().end(), [&](int rank) {
-          const bool lost = std::find(some.begin(), some.end(), rank) != some.end();
-          return rank / domain_size_ == domain && !lost;
-        });
-      };
-      const bool kept = domain_size_ == 0 || std::all_of(some.begin(), some.end(), [&](int rank) {
-                          return left_in(rank / domain_size_) > 0;
-                        });
-      if (kept) return some;
-    }
+  /// All of one.
+  std::vector<int> domain(const ElasticJob& job) {
+    const int which = victims(job, 1).front() / domain_size_;
+    std::vector<int> ranks = job.alive();
+    std::erase_if(ranks, [&](int rank) { return rank / domain_size_ != which; });
+    return ranks;
   }
   static bool ok(const char* name, const ElasticJob& job) {
     if (job.wrong().empty()) return true;
@@ -198,6 +192,7 @@ int run(Trials& trials, int ranks, std::chrono::milliseconds deadline, int domai
   using Meanwhile = Trials::Meanwhile;
   const bool joined = trials.join("a process joins", Meanwhile::nothing) &&
                       trials.join("two join at once", Meanwhile::two_at_once) &&
+                      (domain_size == 0 || trials.join("a domain joins", Meanwhile::a_domain)) &&
                       trials.join("a joiner is killed", Meanwhile::joiner_dies) &&
                       trials.join("a rank is killed while one joins", Meanwhile::rank_dies);
   if (!joined) return 1;

@@ -104,11 +104,11 @@ TEST(Regroup, ProcessesTakeThePlacesOfRanksThatWereKilled) {
   replace(job, 5, {{{0}, {4}, {0, 2}}, 1, {0us, 3000us, 8000us, 15'000us, 30'000us}, 3});
 }
 
-/// Domains of two, of which a rank is always left; it may be one that has joined.
+/// Domains of two. One that is left may have joined, and two are killed of which nobody is.
 TEST(Regroup, ProcessesTakeThePlacesOfRanksOfSeveralDomains) {
   if (!engine::test::has_network()) GTEST_SKIP() << "no libfabric on this machine";
   ElasticJob job(6, 30s, 2);
-  replace(job, 6, {{{0}, {1}, {5}, {1, 2, 4}}, 3, {0us, 8000us, 20'000us, 40'000us}, 0});
+  replace(job, 6, {{{0}, {1}, {5}, {1, 2, 4}, {2, 3}, {0, 1}}, 3, {0us, 8000us, 20'000us, 40'000us}, 0});
 }
 
 }  // namespace
