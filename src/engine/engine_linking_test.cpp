@@ -70,6 +70,11 @@ class FakeNetwork final : public fabric::Fabric {
     const auto there = places_.find(peer);
     return there == places_.end() ? fabric::Place{} : there->second;
   }
+  /// A card says the kernel.
+  fabric::Place place_in(int, std::span<const std::byte> card) const override {
+    if (refuses_) throw Error(ErrorKind::mismatch, "such a card cannot be");
+    return {{reinterpret_cast<const char*>(card.data()), card.size()}, "processes", ""};
+  }
 
   OnText on_text_{};
   bool refuses_ = false;
@@ -425,10 +430,11 @@ TEST(Linking, APlaceProvesThatTheFormerHolderHasEnded) {
   Rank rank;
   rank.network.places_[2] = there;
   Linking linking(rank.network, rank.carrier, rank.channel, 0);
-  rank.network.places_[2] = {"another machine", "processes", "10.0.0.2"};
-  EXPECT_FALSE(linking.proves_end(2));
-  rank.network.places_[2] = there;
-  EXPECT_TRUE(linking.proves_end(2));
+  EXPECT_FALSE(linking.proves_end(2)) << "nobody has knocked";
+  EXPECT_FALSE(linking.proves_end(2, bytes_of("another machine")));
+  EXPECT_TRUE(linking.proves_end(2, bytes_of("boot")));
+  rank.network.refuses_ = true;
+  EXPECT_FALSE(linking.proves_end(2, bytes_of("boot")));
 }
 
 TEST(Linking, WhoeverHasLeftTheViewIsNotLinked) {

@@ -151,8 +151,18 @@ std::uint64_t Linking::answer(int seat) {
   return fabric_.peer_state(seat) == fabric::PeerState::alive ? knock->ticket : 0;
 }
 
+bool Linking::proves_end(int seat, std::span<const std::byte> card) const {
+  try {
+    const fabric::Place& former = doors_[static_cast<std::size_t>(seat)].holder;
+    return fabric::proves_end(former, fabric_.place_in(seat, card));
+  } catch (const Error&) {  // such a card cannot be
+    return false;
+  }
+}
+
 bool Linking::proves_end(int seat) const {
-  return fabric::proves_end(doors_[static_cast<std::size_t>(seat)].holder, fabric_.place(seat));
+  const auto knock = fabric_.knock(seat);
+  return knock && proves_end(seat, knock->message.card);
 }
 
 }  // namespace ferry::engine

@@ -46,7 +46,10 @@ class Linking {
   bool answered(int seat);
   /// Of a rank: answers who knocks for a hole. Its ticket; 0: nobody is there.
   std::uint64_t answer(int seat);
-  /// Of who was answered: whether that proves that the former holder of its seat has ended.
+
+  /// Whether a process with this card proves that the former holder of its seat has ended.
+  bool proves_end(int seat, std::span<const std::byte> card) const;
+  /// The same of who was answered.
   bool proves_end(int seat) const;
 
  private:

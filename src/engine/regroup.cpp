@@ -177,7 +177,11 @@ void Regroup::poll_far(int peer, bool processes) {
   if (!member_->view().live.has(peer)) {
     if (linking_.untouched(peer)) member_->release(peer);
     const auto waiting = carrier_->waiting(peer);
-    if (waiting && waiting->epoch == member_->view().epoch) member_->hear(peer, waiting->said);
+    if (waiting && waiting->epoch == member_->view().epoch) {
+      const bool held = member_->quarantined().has(peer);
+      if (held && linking_.proves_end(peer, waiting->card)) member_->release(peer);
+      member_->hear(peer, waiting->said);
+    }
   }
   if (const auto said = carrier_->heard(peer, heard_[p])) {
     said_[p] = *said;

@@ -184,8 +184,9 @@ class Fabric {
   virtual std::optional<Knock> knock(int /*peer*/) { return {}; }
   /// The memory of a peer that is linked is what its card says.
   virtual void attach_card(int /*peer*/, std::span<const std::byte> /*card*/) {}
-  /// Where the peer that was linked last runs.
+  /// Where the peer that was linked last runs, or that of a card.
   virtual Place place(int /*peer*/) const { return {}; }
+  virtual Place place_in(int /*peer*/, std::span<const std::byte> /*card*/) const { return {}; }
 
   /// Where new processes find the ranks; null: they cannot.
   virtual Lobby* lobby() noexcept { return nullptr; }

@@ -120,6 +120,9 @@ class DomainFabric final : public Fabric, public Lobby {
     way(peer).attach_card(peer, card);
   }
   Place place(int peer) const override { return way(peer).place(peer); }
+  Place place_in(int peer, std::span<const std::byte> card) const override {
+    return way(peer).place_in(peer, card);
+  }
 
   // Those of this domain meet in the lobby of `inside_`.
   Lobby* lobby() noexcept override {

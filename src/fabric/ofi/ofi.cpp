@@ -123,6 +123,9 @@ class OfiFabric final : public Fabric {
     attach_all(peer, checked_card(peer, card));
   }
   Place place(int peer) const override { return places_[static_cast<std::size_t>(peer)]; }
+  Place place_in(int peer, std::span<const std::byte> card) const override {
+    return place_of(ofi::card_from(card, rank_, peer).handshake);
+  }
   NetworkStats network_use() const noexcept override {
     return {put_bytes_.load(std::memory_order_relaxed), puts_.load(std::memory_order_relaxed),
             signals_.load(std::memory_order_relaxed)};
