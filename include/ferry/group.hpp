@@ -84,11 +84,13 @@ struct GroupConfig {
   Crossing crossing = Crossing::automatic;
   /// Not empty: under this name a process that starts later (TcpOptions::join) finds the group and
   /// takes the place of a rank that is lost. One name for each group of a job. Needs the host
-  /// backend, fabric shm, one domain, at most 256 ranks; latency exchanges are then not to be had.
+  /// backend, fabric shm, one domain or several that libfabric joins, at most 256 ranks; latency
+  /// exchanges are then not to be had.
   std::string elastic{};
   /// Not empty: a directory that all hosts share (NFS), where a file decides which half of the
   /// ranks goes on when they are cut off from each other (`Group::regroup`). Empty: both halves
-  /// stop. Needs the host backend and several domains that libfabric joins.
+  /// stop. With `elastic` it is also where processes find the group on whose host no rank is left.
+  /// Needs the host backend and several domains that libfabric joins.
   std::string arbiter{};
   /// Try other settings while calls run, and keep what is faster (`Group::tuning`). Bits do not
   /// change. Not given: FERRY_TUNING says, and without it no.

@@ -111,7 +111,8 @@ class Group:
             joins. Needs backend "host" and fabric "shm", and excludes latency exchanges.
         arbiter: a directory that all hosts share (NFS 4): when the network is split and half of the
             ranks are left on each side, a file there decides which half `regroup` lets go on. "":
-            both halves stop. Needs backend "host" and several domains that libfabric joins.
+            both halves stop. With `elastic` it is also where processes find the group on whose host
+            no rank is left. Needs backend "host" and several domains that libfabric joins.
         tuning: True: try other settings while calls run, and keep what is faster (`tuning`); bits
             do not change. A file of `ferry plan --tuning` or `ferry bench --tune`: the same,
             beginning there. None: the environment variable FERRY_TUNING says ("on", "off" or a
