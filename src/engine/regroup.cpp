@@ -104,6 +104,7 @@ void Regroup::begin(std::uint64_t step) {
   hear_guests();
   ran_ = Clock::now();
   timeout_ = ran_ + config_.deadline;
+  last_chance_ = false;
   polled_ = {};
   ended_ = {};  // told again: who did not know of a joiner then has not believed it
   poll();       // what is old already gives no new trust

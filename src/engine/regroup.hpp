@@ -102,6 +102,8 @@ class Regroup {
   void check_standing();
   void check_progress();
   void suspect_silent();
+  void trust_again();
+  bool takes_part(int peer) const;  ///< it has stopped, and waits
   bool far(int peer) const { return carrier_ && carrier_->far(peer); }
   bool ended(int peer) const;     ///< proven
   bool stopped(int peer) const;   ///< it says so, of this epoch
@@ -147,6 +149,7 @@ class Regroup {
   Clock::time_point heard_at_{};      // when anybody last said something new
   Clock::time_point ran_{};           // when this rank last asked whether anybody is late
   Clock::time_point timeout_{};       // until when silence is no reason to suspect
+  bool last_chance_ = false;          // then this rank gives up
 };
 
 }  // namespace ferry::engine

@@ -41,11 +41,22 @@ void Regroup::ask_arbiter() {
 void Regroup::suspect_silent() {
   const Member::Seats live = member_->view().live - member_->statement().suspects;
   for (int peer = live.next(); peer >= 0; peer = live.next(peer + 1)) {
-    if (peer == channel_.rank()) continue;
-    const bool here = far(peer) ? memory_->fabric->peer_state(peer) == fabric::PeerState::alive
-                                : channel_.waits(peer);
-    if (!stopped(peer) || !here) member_->suspect(peer);
+    if (peer != channel_.rank() && !takes_part(peer)) member_->suspect(peer);
   }
+}
+
+/// Those that were silent by chance.
+void Regroup::trust_again() {
+  const Member::Seats suspects = member_->statement().suspects;
+  for (int peer = suspects.next(); peer >= 0; peer = suspects.next(peer + 1)) {
+    if (takes_part(peer)) member_->trust(peer);
+  }
+}
+
+bool Regroup::takes_part(int peer) const {
+  const bool here = far(peer) ? memory_->fabric->peer_state(peer) == fabric::PeerState::alive
+                              : channel_.waits(peer);
+  return here && stopped(peer);
 }
 
 bool Regroup::stopped(int peer) const {
@@ -60,11 +71,16 @@ void Regroup::check_progress() {
   // The others may not have run either: they must be heard first.
   if (now - ran_ > kPause) timeout_ = std::max(timeout_, now + kHeardAgain);
   ran_ = now;
+  if (last_chance_) trust_again();
   if (now >= timeout_ && !member_->running()) {
-    timeout_ = now + config_.deadline;
     suspect_silent();
     const bool refused = member_->needs_arbiter() && !arbiter_problem_.empty();
-    if (member_->minority() || refused) {
+    const bool hopeless = member_->minority() || refused;
+    // For good, so not because a rank was kept from the CPU at this moment.
+    const bool again = hopeless && !last_chance_;
+    last_chance_ = again;
+    timeout_ = now + (again ? std::chrono::nanoseconds(kHeardAgain) : config_.deadline);
+    if (hopeless && !again) {
       const Member::Seats gone = may_run();
       const std::string text = "rank " + std::to_string(channel_.rank()) +
                                ": regroup: " + names(gone) +

@@ -2,6 +2,7 @@
 // of processes are in tests/reliability.
 #include <algorithm>
 #include <latch>
+#include <optional>
 #include <utility>
 
 #include "engine/test_groups.hpp"
@@ -326,6 +327,32 @@ TEST(Regroup, WhoeverDidNotRunItselfHearsTheOthersBeforeItBlamesThem) {
     EXPECT_EQ(group.regroup(), (GroupView{2, {0, 1, 2}, {}, 0}));
     exchange_among(group, {0, 1, 2}, 1);
     group.barrier();
+  });
+}
+
+/// Rank 1 is kept from the CPU when the deadline of rank 0 is over; rank 2 never comes.
+TEST(Regroup, NobodyGivesUpBecauseARankIsSilentAtThatMoment) {
+  const auto bootstraps = thread_bootstrap(3);
+  std::latch gone_on(2), done(3);
+  on_ranks(3, [&](int rank) {
+    std::optional<Clock::time_point> sleeps_at;
+    GroupConfig config = elastic(1s);
+    config.on_wait = [&] {
+      if (!sleeps_at || Clock::now() < *sleeps_at) return;
+      sleeps_at.reset();
+      std::this_thread::sleep_for(1s);
+    };
+    Group group(bootstraps[index(rank)], config);
+    group.barrier();
+    if (rank == 2) {
+      gone_on.wait();
+    } else {
+      if (rank == 1) sleeps_at = Clock::now() + 300ms;
+      EXPECT_EQ(group.regroup(), (GroupView{2, {0, 1}, {2}, 0}));
+      exchange_among(group, {0, 1}, 1);
+      gone_on.count_down();
+    }
+    done.arrive_and_wait();
   });
 }
 
