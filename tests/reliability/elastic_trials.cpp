@@ -182,9 +182,16 @@ class Trials {
   std::mt19937 random_;
 };
 
+/// How busy the machine is: figures of a busy one say little.
+double load() {
+  double one_minute = 0;
+  return getloadavg(&one_minute, 1) == 1 ? one_minute : -1;
+}
+
 int run(Trials& trials, int ranks, std::chrono::milliseconds deadline, int domain_size) {
-  std::printf("{\"ranks\": %d, \"domain_size\": %d, \"stop_deadline_ms\": %d, \"cells\": {\n",
-              ranks, domain_size, int(deadline.count()));
+  std::printf("{\"ranks\": %d, \"domain_size\": %d, \"stop_deadline_ms\": %d,\n", ranks, domain_size,
+              int(deadline.count()));
+  std::printf(" \"load_before\": %.1f, \"cells\": {\n", load());
   for (const Cell& cell : kCells) {
     if (!trials.kill(cell)) return 1;
   }
