@@ -122,9 +122,8 @@ std::shared_ptr<Engine> join_group(const Bootstrap& bootstrap, GroupConfig confi
   const std::string text = config_text(config, size);
   const std::uint64_t ticket = fabric::random_key(rank)[0] | fabric::kTicketBit;
   const std::string name = lobby_name(bootstrap, config);
-  fabric::Met met =
-      fabric::join_shm_fabric(rank, size, name, look_elsewhere(config, name, rank, size),
-                              config.deadline, config.on_wait);
+  fabric::Met met = fabric::join_shm_fabric(
+      rank, size, name, look_elsewhere(config, name, rank, size), config.deadline, config.on_wait);
   std::unique_ptr<fabric::Fabric> fabric = std::move(met.fabric);
   check_same(text, rank, met.there.text, met.there.rank);
   fabric->lobby()->open({name, text, ticket, met.there.invitation});

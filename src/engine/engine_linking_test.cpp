@@ -367,9 +367,8 @@ TEST(Linking, ACardOfOneThatKnocksIsTriedOnce) {
 
 TEST(Linking, AProcessKnocksAtAllWhoseCardsItFinds) {
   Knocks links(kTicket);
-  const std::vector<fabric::Elsewhere> cards = {{1, bytes_of("of its own domain")},
-                                                {2, bytes_of("two")},
-                                                {3, bytes_of("a lost one")}};
+  const std::vector<fabric::Elsewhere> cards = {
+      {1, bytes_of("of its own domain")}, {2, bytes_of("two")}, {3, bytes_of("a lost one")}};
   links.linking.knock(cards);
   EXPECT_TRUE(links.links(1, "", 0));
   EXPECT_TRUE(links.links(2, "two", kTicket));

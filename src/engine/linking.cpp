@@ -55,9 +55,9 @@ void Linking::link(int seat, std::span<const std::byte> card, std::uint64_t sinc
   check_control(seat);
 }
 
-/// Under the ticket of the one that knocked; or in the epoch, by the card of its message, or the one
-/// that a rank of its domain has sent. Who knocks leaves it to the other one. Of two who have joined
-/// at once and knocked at each other, the lower seat's ticket counts.
+/// Under the ticket of the one that knocked; or in the epoch, by the card of its message, or the
+/// one that a rank of its domain has sent. Who knocks leaves it to the other one. Of two who have
+/// joined at once and knocked at each other, the lower seat's ticket counts.
 bool Linking::try_link(int seat, Seat& there) {
   const bool knocked = knocks_ && there.with_this;
   if (knocked && answered(seat)) {

@@ -134,22 +134,22 @@ class Regroup {
   protocol::Epoch waiting_since_ = 0;      // then
   Cards cards_{};
   Clock::time_point knock_at_{};  // not before
-  protocol::Epoch seated_;                 // who has a seat in this epoch is mapped
-  std::uint64_t bell_seen_ = 0;            // when `one_waits` last looked
-  bool one_waits_ = false;                 // then
+  protocol::Epoch seated_;        // who has a seat in this epoch is mapped
+  std::uint64_t bell_seen_ = 0;   // when `one_waits` last looked
+  bool one_waits_ = false;        // then
   bool suspects_ending_ = false;
   std::vector<std::uint64_t> asking_;  // [R]: tickets of those that knock, answered
-  std::vector<std::uint64_t> heard_;  // [R]: the number of the text read last
-  std::vector<Said> said_;            // [R]: that text
-  protocol::Epoch left_epoch_ = 0;    // in which nothing is put any more, as far ranks were told
-  Member::Seats ended_{};             // of this domain, as the far ranks were told
-  std::uint64_t published_ = 0;       // the statement's number
-  std::uint64_t deaths_ = 0;          // told by the kernel before the last poll
-  Clock::time_point polled_{};        // at the processes
-  Clock::time_point heard_at_{};      // when anybody last said something new
-  Clock::time_point ran_{};           // when this rank last asked whether anybody is late
-  Clock::time_point timeout_{};       // until when silence is no reason to suspect
-  bool last_chance_ = false;          // then this rank gives up
+  std::vector<std::uint64_t> heard_;   // [R]: the number of the text read last
+  std::vector<Said> said_;             // [R]: that text
+  protocol::Epoch left_epoch_ = 0;     // in which nothing is put any more, as far ranks were told
+  Member::Seats ended_{};              // of this domain, as the far ranks were told
+  std::uint64_t published_ = 0;        // the statement's number
+  std::uint64_t deaths_ = 0;           // told by the kernel before the last poll
+  Clock::time_point polled_{};         // at the processes
+  Clock::time_point heard_at_{};       // when anybody last said something new
+  Clock::time_point ran_{};            // when this rank last asked whether anybody is late
+  Clock::time_point timeout_{};        // until when silence is no reason to suspect
+  bool last_chance_ = false;           // then this rank gives up
 };
 
 }  // namespace ferry::engine

@@ -1,4 +1,5 @@
-// How processes come into the group (seating.hpp, linking.hpp): of those that join, and of the ranks.
+// How processes come into the group (seating.hpp, linking.hpp): of those that join, and of the
+// ranks.
 #include <string>
 
 #include "base/text.hpp"

@@ -87,9 +87,8 @@ bool Seating::one_waits(const Member& member) const {
 }
 
 bool Seating::any_seated() const {
-  return std::any_of(guests_.begin(), guests_.end(), [](const Guest& guest) {
-    return guest.seated();
-  });
+  return std::any_of(guests_.begin(), guests_.end(),
+                     [](const Guest& guest) { return guest.seated(); });
 }
 
 const Seating::Guest* Seating::holder(int seat) const {

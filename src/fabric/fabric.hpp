@@ -174,9 +174,9 @@ class Fabric {
     return {};
   }
 
-  /// A process that joins links a rank under its ticket before it has its seat, and the rank answers
-  /// by linking it under the same. The last ticket under which the peer has linked this rank, with
-  /// what it sent.
+  /// A process that joins links a rank under its ticket before it has its seat, and the rank
+  /// answers by linking it under the same. The last ticket under which the peer has linked this
+  /// rank, with what it sent.
   struct Knock {
     std::uint64_t ticket = 0;
     LinkMessage message{};

@@ -189,8 +189,8 @@ double load() {
 }
 
 int run(Trials& trials, int ranks, std::chrono::milliseconds deadline, int domain_size) {
-  std::printf("{\"ranks\": %d, \"domain_size\": %d, \"stop_deadline_ms\": %d,\n", ranks, domain_size,
-              int(deadline.count()));
+  std::printf("{\"ranks\": %d, \"domain_size\": %d, \"stop_deadline_ms\": %d,\n", ranks,
+              domain_size, int(deadline.count()));
   std::printf(" \"load_before\": %.1f, \"cells\": {\n", load());
   for (const Cell& cell : kCells) {
     if (!trials.kill(cell)) return 1;

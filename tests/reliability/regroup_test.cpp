@@ -108,7 +108,8 @@ TEST(Regroup, ProcessesTakeThePlacesOfRanksThatWereKilled) {
 TEST(Regroup, ProcessesTakeThePlacesOfRanksOfSeveralDomains) {
   if (!engine::test::has_network()) GTEST_SKIP() << "no libfabric on this machine";
   ElasticJob job(6, 30s, 2);
-  replace(job, 6, {{{0}, {1}, {5}, {1, 2, 4}, {2, 3}, {0, 1}}, 3, {0us, 8000us, 20'000us, 40'000us}, 0});
+  replace(job, 6,
+          {{{0}, {1}, {5}, {1, 2, 4}, {2, 3}, {0, 1}}, 3, {0us, 8000us, 20'000us, 40'000us}, 0});
 }
 
 }  // namespace

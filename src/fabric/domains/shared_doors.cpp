@@ -71,7 +71,8 @@ std::optional<SharedDoor> door_in(const std::string& bytes, int rank) {
   Head head;
   if (bytes.size() < sizeof head || bytes.size() > kMostBytes) return std::nullopt;
   std::memcpy(&head, bytes.data(), sizeof head);
-  if (head.magic != kSharedDoorMagic || head.rank != rank || head.sum != sum_of(bytes)) return std::nullopt;
+  if (head.magic != kSharedDoorMagic || head.rank != rank || head.sum != sum_of(bytes))
+    return std::nullopt;
   std::span<const char> rest(bytes.data() + sizeof head, bytes.size() - sizeof head);
   bool whole = true;
   const auto take = [&](std::uint64_t count) {

@@ -20,9 +20,9 @@ struct HandshakeResult {
   std::vector<std::unique_ptr<EndpointSet>>
       endpoint_sets{};  ///< by endpoint of each NIC; they have begun
   std::vector<NicStats> nics{};
-  bool cores = false;  ///< every rank of this machine has one
-  Handshake own{};     ///< what this rank has said
-  int local = 1;       ///< ranks of this machine
+  bool cores = false;                   ///< every rank of this machine has one
+  Handshake own{};                      ///< what this rank has said
+  int local = 1;                        ///< ranks of this machine
   std::vector<fabric::Place> places{};  ///< by rank
 };
 

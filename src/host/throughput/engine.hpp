@@ -207,7 +207,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   std::shared_ptr<engine::Carrier> carrier_;  // null: all ranks share memory, or cannot regroup
   std::shared_ptr<const engine::ArbiterFile> arbiter_{};
   std::shared_ptr<const fabric::SharedDoors> doors_;  // null: none in a directory
-  std::unique_ptr<engine::Regroup> regroup_{};  // of the thread whose turn it is
+  std::unique_ptr<engine::Regroup> regroup_{};        // of the thread whose turn it is
   engine::CurrentView now_;
   mutable std::mutex latency_mutex_;
   std::vector<fabric::Segment> latency_segments_;

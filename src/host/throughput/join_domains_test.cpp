@@ -13,8 +13,7 @@
 namespace ferry::host::test {
 namespace {
 
-GroupConfig domains_of(int size, const std::string& name,
-                       std::chrono::nanoseconds deadline = 20s) {
+GroupConfig domains_of(int size, const std::string& name, std::chrono::nanoseconds deadline = 20s) {
   GroupConfig config;
   config.experts = 60;
   config.memory_bytes = 1 << 16;
@@ -108,12 +107,13 @@ TEST_P(JoinDomains, ProcessesComeBackWhereNobodyIsLeft) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    All, JoinDomains,
-    testing::Values(Domains{"alone", 3, 1, {2}, {2}}, Domains{"host", 4, 2, {2, 3}, {2, 3}},
-                    Domains{"first", 5, 2, {0, 1}, {1, 0}}, Domains{"two", 4, 1, {1, 3}, {3, 1}},
-                    Domains{"part", 6, 2, {2, 3, 5}, {3, 5}}),
-    [](const auto& test) { return std::string(test.param.name); });
+INSTANTIATE_TEST_SUITE_P(All, JoinDomains,
+                         testing::Values(Domains{"alone", 3, 1, {2}, {2}},
+                                         Domains{"host", 4, 2, {2, 3}, {2, 3}},
+                                         Domains{"first", 5, 2, {0, 1}, {1, 0}},
+                                         Domains{"two", 4, 1, {1, 3}, {3, 1}},
+                                         Domains{"part", 6, 2, {2, 3, 5}, {3, 5}}),
+                         [](const auto& test) { return std::string(test.param.name); });
 
 /// The former holders were not known to be dead: the processes that come prove it.
 TEST(JoinDomainsOfASplit, TheHalfThatLostComesBack) {
