@@ -72,7 +72,7 @@ fabric::LookElsewhere look_elsewhere(const GroupConfig& config, const std::strin
                                      int size) {
   if (config.arbiter.empty()) return {};
   const fabric::SharedDoors doors(config.arbiter, name, rank, size);
-  const auto look = [doors, rank]() -> std::optional<fabric::FoundElsewhere> {
+  const auto find = [doors, rank]() -> std::optional<fabric::FoundElsewhere> {
     const auto all = doors.list();
     if (all.empty()) return std::nullopt;
     for (const fabric::SharedDoor& door : all) {
@@ -89,8 +89,8 @@ fabric::LookElsewhere look_elsewhere(const GroupConfig& config, const std::strin
   };
   const std::string late = "Group: rank " + std::to_string(rank) +
                            " wants to join, but the arbiter's directory does not answer";
-  return [look, late, deadline = config.deadline] {
-    return engine::at_most_for<std::optional<fabric::FoundElsewhere>>(deadline, late, look);
+  return [find, late, deadline = config.deadline] {
+    return engine::at_most_for<std::optional<fabric::FoundElsewhere>>(deadline, late, find);
   };
 }
 

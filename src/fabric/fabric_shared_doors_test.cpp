@@ -1,6 +1,5 @@
 // Files by which processes of other hosts find a group.
 #include <gtest/gtest.h>
-#include <sys/stat.h>
 
 #include <filesystem>
 #include <fstream>
@@ -69,9 +68,10 @@ TEST_F(SharedDoorsTest, WhatOthersMayReadOrHaveDamagedIsLeftOut) {
   const auto file = only_file();
   EXPECT_EQ(std::filesystem::status(file).permissions(),
             std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
-  ASSERT_EQ(::chmod(file.c_str(), 0644), 0);
+  constexpr auto kOthers = std::filesystem::perms::others_read;
+  std::filesystem::permissions(file, kOthers, std::filesystem::perm_options::add);
   EXPECT_TRUE(doors(1).list().empty());
-  ASSERT_EQ(::chmod(file.c_str(), 0600), 0);
+  std::filesystem::permissions(file, kOthers, std::filesystem::perm_options::remove);
   ASSERT_EQ(doors(1).list().size(), 1u);
 
   std::ifstream in(file, std::ios::binary);

@@ -319,8 +319,8 @@ Met join_shm_fabric(int rank, int size, const std::string& name, const LookElsew
               {first.rank(), first.page().ticket, first.page().owner.pid, first.text(),
                first.invitation()}};
     }
-    const bool looks = elsewhere && turn++ % kTurnsOfElsewhere == 0;
-    if (auto found = looks ? elsewhere() : std::nullopt) {
+    const bool polls = elsewhere && turn++ % kTurnsOfElsewhere == 0;
+    if (auto found = polls ? elsewhere() : std::nullopt) {
       return {std::make_unique<ShmFabric>(rank, found->group, ranks), std::move(found->there)};
     }
     if (std::chrono::steady_clock::now() >= end) {

@@ -15,7 +15,7 @@ namespace ferry::host {
 namespace {
 
 /// So often the directory is read.
-constexpr auto kLookPeriod = std::chrono::milliseconds(250);
+constexpr auto kReadPeriod = std::chrono::milliseconds(250);
 
 std::string late_directory(int rank) {
   return "rank " + std::to_string(rank) +
@@ -28,10 +28,10 @@ class SharedCards {
   explicit SharedCards(std::shared_ptr<const fabric::SharedDoors> doors)
       : doors_(std::move(doors)) {}
 
-  std::vector<fabric::Elsewhere> look() {
+  std::vector<fabric::Elsewhere> read() {
     const auto now = std::chrono::steady_clock::now();
     if (!reading_.valid() && now >= next_) {
-      next_ = now + kLookPeriod;
+      next_ = now + kReadPeriod;
       reading_ = engine::Aside<Doors>([doors = doors_] { return doors->list(); });
     }
     if (!reading_.valid() || !reading_.ready_in(std::chrono::seconds(0))) return {};
@@ -88,7 +88,7 @@ void show_card(const GroupConfig& config, fabric::Fabric& fabric) {
 engine::Regroup::Cards shared_cards(std::shared_ptr<const fabric::SharedDoors> doors) {
   if (!doors) return {};
   const auto cards = std::make_shared<SharedCards>(std::move(doors));
-  return [cards] { return cards->look(); };
+  return [cards] { return cards->read(); };
 }
 
 }  // namespace ferry::host
