@@ -20,9 +20,11 @@ INSTANTIATE_TEST_SUITE_P(Ranks, TransfersTest, ::testing::ValuesIn(kRanks), [](c
   return std::to_string(one.param.ranks) + (one.param.threads ? "Threads" : "Processes");
 });
 
-/// To the next rank, from the one before: the last of an odd number sends and receives in turn, too.
+/// To the next rank, from the one before: the last of an odd number sends and receives in turn,
+/// too.
 void pass_on(Collectives& all, const ConstTensorView& x, const TensorView& out, int tag) {
-  const int after = (all.rank() + 1) % all.size(), before = (all.rank() + all.size() - 1) % all.size();
+  const int after = (all.rank() + 1) % all.size(),
+            before = (all.rank() + all.size() - 1) % all.size();
   if (all.rank() % 2 == 0) (void)all.send(x, after, tag);
   (void)all.recv(out, before, tag);
   if (all.rank() % 2 != 0) (void)all.send(x, after, tag);
@@ -56,8 +58,7 @@ TEST_P(TransfersTest, BytesAreThoseOfTheHost) {
 TEST_P(TransfersTest, TagsMatchOnStreamsBesideOtherCalls) {
   each([&](Pair& pair) {
     constexpr std::int64_t kCount = 300'000;
-    OwnStream streams[3] = {OwnStream(pair.device), OwnStream(pair.device),
-                            OwnStream(pair.device)};
+    OwnStream streams[3] = {OwnStream(pair.device), OwnStream(pair.device), OwnStream(pair.device)};
     const int after = (pair.rank() + 1) % pair.size();
     const int before = (pair.rank() + pair.size() - 1) % pair.size();
     std::byte* x[2] = {pair.memory(At::ordinary, 0, Dtype::u8),

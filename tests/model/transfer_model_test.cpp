@@ -9,9 +9,9 @@ namespace {
 using protocol::Flag;
 using protocol::order;
 
-constexpr int kSender = 0, kReceiver = 1;           // ranks
-constexpr int kBlocks[] = {2, 1};                   // of the kernel that receives each tag
-constexpr int kReceiving = 2;                       // fibers from here on; before: a send stream each
+constexpr int kSender = 0, kReceiver = 1;  // ranks
+constexpr int kBlocks[] = {2, 1};          // of the kernel that receives each tag
+constexpr int kReceiving = 2;              // fibers from here on; before: a send stream each
 constexpr int kFibers = kReceiving + 3;
 
 struct TransferTraits {

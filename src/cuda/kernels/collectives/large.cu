@@ -125,9 +125,8 @@ cudaError_t load_large_kernels() {
 }
 
 cudaError_t load_collective_kernels() {
-  for (const auto load :
-       {load_one_shot_kernels, load_large_kernels, load_convert_kernels, load_rows_kernels,
-        load_transfer_kernels}) {
+  for (const auto load : {load_one_shot_kernels, load_large_kernels, load_convert_kernels,
+                          load_rows_kernels, load_transfer_kernels}) {
     if (const cudaError_t error = load(); error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -183,8 +183,7 @@ cudaError_t launch_transfer(const TransferParameters& parameters, cudaStream_t s
 
 cudaError_t load_transfer_kernels() {
   const cudaError_t error = load_kernel(reinterpret_cast<const void*>(&send_kernel), 0);
-  return error != cudaSuccess ? error
-                              : load_kernel(reinterpret_cast<const void*>(&recv_kernel), 0);
+  return error != cudaSuccess ? error : load_kernel(reinterpret_cast<const void*>(&recv_kernel), 0);
 }
 
 }  // namespace ferry::cuda
