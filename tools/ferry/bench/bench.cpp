@@ -123,6 +123,7 @@ int bench(BenchArguments& given, const CommandLine& line) {
   const BenchSettings& s = given.settings;
   if (s.on_gpus() && !gpus_suffice(s)) return 1;
   if (!may_write("bench", given.json_file) || !may_draw("bench", given.plot_file)) return 1;
+  if (!may_write("bench", s.tune)) return 1;
   if (s.sweeps() && !prepare_sweep(given)) return 1;
   std::vector<BenchResult> results;
   for (const BenchSettings& run : runs_of(given)) {

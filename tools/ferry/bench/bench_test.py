@@ -134,6 +134,12 @@ class Bench(unittest.TestCase):
             self.assertIn('"format": 1', refused.stderr)
         self.assertIn("--domain-size", bench("-n 4 --tune x").stderr)
         self.assertIn("--tune", bench("-n 4 --domain-size 2 --oracle 1").stderr)
+        one = bench("-n 2 --domain-size 2 --mode throughput --tune tuning.json")
+        self.assertEqual(one.returncode, 2)
+        self.assertIn("one domain of 2 ranks, where nothing is chosen", one.stderr)
+        nowhere = bench("-n 2 --domain-size 1 --mode throughput --tune /no/such/folder/t.json")
+        self.assertEqual(nowhere.returncode, 1)
+        self.assertNotIn("throughput mode", nowhere.stderr)  # nothing was measured for it
 
     def test_oracle(self):
         """All settings are measured, and what the tuned ones lose is said."""

@@ -210,6 +210,10 @@ void add_bench_options(CLI::App* app, BenchArguments& given) {
 void settle_options(const CLI::App& app, BenchArguments& given) {
   BenchSettings& s = given.settings;
   refuse_if(!s.tune.empty() && s.mode == BenchMode::latency, "--tune: only with throughput mode");
+  refuse_if(!s.tune.empty() && s.domain_size >= s.ranks,
+            "--tune: --domain-size {} makes one domain of {} ranks, where nothing is chosen; give "
+            "less",
+            s.domain_size, s.ranks);
   s.processes = !given.threads;
   given.json = app.count("--json") > 0;
   refuse_if(!given.plot_file.empty() && given.json_file.empty(),
