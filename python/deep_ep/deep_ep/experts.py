@@ -287,7 +287,7 @@ class Experts(Regroups, Communicating):
         key = (said, topk, ids.dtype, *map(type, said))
         try:
             found = self._known.get(key)
-        except TypeError:  # something that has no hash
+        except Exception:  # something that has no hash, or one that raises
             found = None
         if found is None:
             found = self._checked(*said[:4])

@@ -99,6 +99,33 @@ def test_a_number_that_changes_is_read_anew(kind: Any) -> None:
     run_buffers(1, body, kind)
 
 
+class Unhashable:
+    """Whose hash raises what no container expects."""
+
+    def __hash__(self) -> int:
+        raise ValueError("no hash")
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_what_was_known_lets_nothing_else_through(kind: Any) -> None:
+    """What is equal to a good argument, or cannot be compared, after a good dispatch."""
+
+    def body(buffer: Any) -> None:
+        job = make_job(1)
+        numbers = {"expert_alignment": 1, "num_sms": 1, "num_qps": 1}
+        given = {"x": job.x[0], "topk_idx": job.topk_idx[0], "num_max_tokens_per_rank": 32}
+        given |= {"num_experts": 16, "do_expand": True}
+        for name in (*numbers, "do_expand"):
+            for wrong in (True, 1.0, torch.tensor([1, 1]), [1], Unhashable()):
+                if name == "do_expand" and wrong is True:
+                    continue
+                buffer.dispatch(**(given | numbers))
+                with pytest.raises(EPException, match=f"dispatch: {name}: got"):
+                    buffer.dispatch(**(given | numbers | {name: wrong}))
+
+    run_buffers(1, body, kind)
+
+
 @pytest.mark.parametrize("kind", NEW)
 def test_fields_that_callers_set(kind: Any) -> None:
     def body(buffer: Any) -> None:
