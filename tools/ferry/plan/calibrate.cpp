@@ -164,6 +164,17 @@ void print_missing_nics(const Measured& measured, const std::vector<Calibrated>&
   }
 }
 
+/// Says which contention has no section to stand in.
+void print_left_out(const Measured& measured) {
+  for (const auto& [operation, times] : measured.contention) {
+    if (measured.calls.contains(operation)) continue;
+    fmt::print(stderr,
+               "The contention of {}, {:.3f}, is left out: there are no calls of it; add a file of "
+               "ferry bench --mode throughput --json\n",
+               operation, times);
+  }
+}
+
 std::string cluster_file(const Measured& measured, const std::vector<Calibrated>& all) {
   std::string text = "# Made by ferry calibrate.\n";
   text += fmt::format("host_ranks: {}\n", measured.host_ranks);
@@ -198,7 +209,7 @@ std::string cluster_file(const Measured& measured, const std::vector<Calibrated>
       text += fmt::format("  contention: {{value: {:.3f}, from: measured}}\n", slowed->second);
     }
     const auto rate = [&](const char* key, double value) {
-      if (!std::isinf(value)) text += fitted_value(key, value / 1e9, one.error);
+      if (value / 1e9 <= kMostRate) text += fitted_value(key, value / 1e9, one.error);
     };
     rate(one.calls.front().num_sms > 0 ? "sm_copy" : "copy", one.rates.copy);
     rate("nvlink", one.rates.nvlink);
@@ -216,11 +227,12 @@ int calibrate(const CalibrateOptions& options) {
   if (all.empty() && measured.nic.empty()) {
     throw std::runtime_error(
         "nothing to calibrate with: no dispatch or combine, and no links "
-        "between domains");
+        "between domains; add files of `ferry bench --json` or `ferry doctor --net --json`");
   }
   print_calibrated(all);
   print_unchecked(all);
   print_missing_nics(measured, all);
+  print_left_out(measured);
   if (options.out.empty()) return 0;
   std::ofstream out(options.out);
   out << cluster_file(measured, all);

@@ -48,30 +48,43 @@ std::string known_keys(const std::vector<std::string>& keys,
 }
 
 double number_in(const std::string& file, const std::string& key, const YAML::Node& node) {
+  constexpr double kMost = 1e15;  // what is made of such numbers is finite
   double value = 0;
   const bool read = node.IsScalar() && YAML::convert<double>::decode(node, value);
-  if (!read || !std::isfinite(value) || value < 0) {
+  if (!read || !(value >= 0 && value <= kMost)) {
     refuse(file, node,
-           fmt::format("{} is {}, expected a number, not below 0", key,
-                       node.IsScalar() ? node.Scalar() : "a list or map"));
+           fmt::format("{} is {}, expected a number, not below 0 and at most {}", key,
+                       node.IsScalar() ? node.Scalar() : "a list or map", kMost));
   }
   return value;
+}
+
+/// A word of a map; a list or a map stands in no such place.
+std::string word_in(const std::string& file, const std::string& what, const YAML::Node& node) {
+  if (!node.IsScalar() && !node.IsNull())
+    refuse(file, node, what + " is a list or map, expected a word");
+  return node.as<std::string>();
 }
 
 /// Throws at a value that no cluster or model has.
 void check_value(const std::string& file, const std::string& key, const YAML::Node& node,
                  double value) {
-  constexpr double kMostRate = 1e5, kMostCount = 1e6;
-  if (one_of(kRates, key) && value > kMostRate) {
+  constexpr double kLeastRate = 1e-6, kMostCount = 1e6, kMostTimes = 1e3;
+  if (one_of(kRates, key) && value != 0 && (value < kLeastRate || value > kMostRate)) {
     refuse(file, node,
-           fmt::format("{} is {}, expected GB/s, at most {:.0f}: 45 is 45e9 bytes a second", key,
-                       value, kMostRate));
+           fmt::format("{} is {}, expected GB/s, from {} to {:.0f}, or 0 for one that is not "
+                       "known: 45 is 45e9 bytes a second",
+                       key, value, kLeastRate, kMostRate));
   }
   const bool counts = one_of({"host_ranks", "leaf_hosts", "hidden", "experts", "topk"}, key);
   if (counts && (value < 1 || value > kMostCount || value != std::floor(value))) {
     refuse(
         file, node,
         fmt::format("{} is {}, expected a whole number from 1 to {:.0f}", key, value, kMostCount));
+  }
+  if (key == "most_hosts" && (value > kMostCount || value != std::floor(value))) {
+    refuse(file, node,
+           fmt::format("most_hosts is {}, expected a whole number, or 0 for any", value));
   }
   if (key == "overlap" && (value < 1 || value > 10)) {
     refuse(file, node,
@@ -85,14 +98,16 @@ void check_value(const std::string& file, const std::string& key, const YAML::No
                "hidden_latency is {}, expected a share of the latency, below 1: 0.33 is a third",
                value));
   }
-  if (key == "contention" && value < 1) {
+  const bool is_times = value >= 1 && value <= kMostTimes;
+  if (key == "contention" && !is_times) {
     refuse(file, node,
-           fmt::format("contention is {}, expected at least 1: 1.05 is 5 % more time", value));
+           fmt::format("contention is {}, expected from 1 to {}: 1.05 is 5 % more time", value,
+                       kMostTimes));
   }
-  if (key == "oversubscription" && value < 1) {
-    refuse(
-        file, node,
-        fmt::format("{} is {}, expected at least 1: 2 is half the links to the spine", key, value));
+  if (key == "oversubscription" && !is_times) {
+    refuse(file, node,
+           fmt::format("{} is {}, expected from 1 to {}: 2 is half the links to the spine", key,
+                       value, kMostTimes));
   }
 }
 
@@ -105,7 +120,7 @@ Value value_in(const std::string& file, const std::string& key, const YAML::Node
   }
   if (!node["value"]) refuse(file, node, key + " has no `value`");
   value.value = number_in(file, key, node["value"]);
-  if (node["from"]) value.from = node["from"].as<std::string>();
+  if (node["from"]) value.from = word_in(file, key + ": from", node["from"]);
   if (!one_of({"measured", "published", "assumed"}, value.from)) {
     refuse(file, node["from"],
            fmt::format("{} is from {}, expected measured, published or assumed", key, value.from));
@@ -116,7 +131,7 @@ Value value_in(const std::string& file, const std::string& key, const YAML::Node
            fmt::format("{}: error is {}, expected a fraction: 0.05 is 5 %", key, value.error));
   }
   for (const auto& part : node) {
-    const auto name = part.first.as<std::string>();
+    const std::string name = word_in(file, key + ": a key", part.first);
     if (!one_of({"value", "from", "error", "source"}, name)) {
       refuse(file, part.first,
              fmt::format("{}: unknown key {}; known are value, from, error, source", key, name));
@@ -135,7 +150,7 @@ std::map<std::string, Value> values_in(const std::string& file, const std::strin
   if (!node.IsMap()) refuse(file, node, "expected keys and values; " + known_keys(keys, sections));
   std::map<std::string, Value> values;
   for (const auto& part : node) {
-    const auto key = part.first.as<std::string>();
+    const std::string key = word_in(file, "a key", part.first);
     if (key == "source" || one_of(sections, key)) continue;
     if (!one_of(keys, key)) {
       refuse(file, part.first, fmt::format("unknown key {}; {}", key, known_keys(keys, sections)));
@@ -168,6 +183,12 @@ YAML::Node text_of(Kind kind, const std::string& name) {
 /// Throws at values that do not go together.
 void check_together(const Described& made, Kind kind) {
   if (kind == Kind::model) {
+    for (const char* key : {"hidden", "experts"}) {
+      if (made.find("", key) != nullptr) continue;
+      throw std::runtime_error(
+          fmt::format("{}: {} is missing; add it: `ferry plan --show deepseek-v3` prints a model",
+                      made.name(), key));
+    }
     const double topk = made.number("topk", 8), experts = made.number("experts", topk);
     if (topk > experts) {
       throw std::runtime_error(fmt::format(

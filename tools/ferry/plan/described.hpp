@@ -22,6 +22,8 @@ struct Value {
   double error = 0;              ///< relative: by so much it may be wrong, nine times of ten
 };
 
+/// GB/s: more than any GPU's link or memory has.
+inline constexpr double kMostRate = 1e5;
 /// By how much a value may be wrong that says no `error` of its own.
 double error_of(const std::string& from);
 

@@ -78,7 +78,8 @@ void search_rates(Logarithms& at, const std::vector<Observation>& points) {
   double least = squares(at, points);
   const auto take = [&](const Logarithms& other) {
     const double found = squares(other, points);
-    if (found > least - kGain) return false;
+    // Beside large squares kGain is lost: a rate that nothing waits for must not move on.
+    if (!(found < least - kGain)) return false;
     least = found;
     at = other;
     return true;

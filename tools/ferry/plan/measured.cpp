@@ -21,17 +21,46 @@ const std::map<std::string, std::string> kOperationOf{
     {"latency dispatch", "latency_dispatch"},
     {"latency combine, per rank", "latency_combine"}};
 
+/// A number that a machine can have. Throws otherwise.
+double checked(const json& value, const std::string& name, double least, double most) {
+  const double number = value.get<double>();
+  if (number >= least && number <= most) return number;
+  throw std::out_of_range(
+      fmt::format("{} is {}, expected from {} to {}", name, number, least, most));
+}
+double number_of(const json& holder, const char* key, double least, double most) {
+  return checked(holder.at(key), key, least, most);
+}
+int whole_of(const json& holder, const char* key, int least, int most) {
+  const double number = number_of(holder, key, least, most);
+  if (number == std::floor(number)) return static_cast<int>(number);
+  throw std::out_of_range(fmt::format("{} is {}, expected a whole number", key, number));
+}
+
+/// Of what a machine can have measured.
+struct Bounds {
+  static constexpr int ranks = 4096, tokens = 1 << 20, topk = 64, sms = 1024;
+  static constexpr double bytes = 1e15, row_bytes = 1e9;
+  static constexpr double shortest_us = 1e-3, longest_us = 1e10;
+};
+
+int domain_size_of(const json& settings) {
+  return settings.contains("domain_size") ? whole_of(settings, "domain_size", 0, Bounds::ranks) : 0;
+}
+
 /// The bytes of a rank: counted inside a host; across domains, of uniform routes.
 ExchangeBytes bytes_of(const json& result, const json& settings, const std::string& file) {
   ExchangeBytes bytes;
-  const double ranks = settings.at("ranks");
-  bytes.copy = result.at("logical_bytes").get<double>() / ranks;
-  bytes.nvlink = result.at("wire_bytes").get<double>() / ranks;
+  const int ranks = whole_of(settings, "ranks", 1, Bounds::ranks);
+  const int tokens = whole_of(result, "tokens", 1, Bounds::tokens);
+  const int topk = whole_of(settings, "topk", 1, Bounds::topk);
+  const double row_bytes = number_of(result, "row_bytes", 1, Bounds::row_bytes);
+  bytes.copy = number_of(result, "logical_bytes", 1, Bounds::bytes) / ranks;
+  bytes.nvlink = number_of(result, "wire_bytes", 0, Bounds::bytes) / ranks;
   if (result.at("name").get<std::string>().starts_with("latency")) {  // a copy for each expert
-    bytes.copy = result.at("tokens").get<double>() * settings.at("topk").get<double>() *
-                 result.at("row_bytes").get<double>();
+    bytes.copy = tokens * (topk * row_bytes);
   }
-  const int domain = settings.value("domain_size", 0);
+  const int domain = domain_size_of(settings);
   if (domain == 0 || domain >= ranks) return bytes;
   const std::string crossing = settings.at("crossing");
   if (crossing == "automatic" || settings.at("routes") != "uniform") {
@@ -41,11 +70,11 @@ ExchangeBytes bytes_of(const json& result, const json& settings, const std::stri
         file));
   }
   ExchangeShape shape;
-  shape.ranks = settings.at("ranks");
+  shape.ranks = ranks;
   shape.host_ranks = domain;
-  shape.tokens = result.at("tokens");
-  shape.topk = settings.at("topk");
-  shape.row_bytes = result.at("row_bytes");
+  shape.tokens = tokens;
+  shape.topk = topk;
+  shape.row_bytes = row_bytes;
   shape.hierarchical = crossing == "hierarchical";
   return uniform_bytes(shape);
 }
@@ -58,19 +87,18 @@ void read_bench(const json& file, const std::string& name, Measured& measured) {
     Observation call;
     call.operation = operation->second;
     call.dtype = result.at("dtype");
+    call.bytes = bytes_of(result, settings, name);
     call.ranks = settings.at("ranks");
     call.tokens = result.at("tokens");
-    call.num_sms = result.at("sms");
-    call.seconds = result.at("p50_us").get<double>() * 1e-6;
-    call.bytes = bytes_of(result, settings, name);
+    call.num_sms = whole_of(result, "sms", 0, Bounds::sms);
+    call.seconds = number_of(result, "p50_us", Bounds::shortest_us, Bounds::longest_us) * 1e-6;
     if (call.operation == "combine") {  // its SMs also write the sums
       call.bytes.copy += call.tokens * result.at("row_bytes").get<double>();
     }
-    if (!(call.seconds > 0)) throw std::runtime_error(name + ": a call that took no time");
     measured.calls[call.operation].push_back(call);
   }
-  const int domain = settings.value("domain_size", 0);
-  const int host = domain > 0 ? domain : settings.at("ranks").get<int>();
+  const int domain = domain_size_of(settings);
+  const int host = domain > 0 ? domain : whole_of(settings, "ranks", 1, Bounds::ranks);
   measured.host_ranks = std::max(measured.host_ranks, host);
   const json gpus = file.at("machine").value("gpus", json::object()).value("all", json::array());
   if (gpus.empty()) return;
@@ -86,7 +114,8 @@ void read_links(const json& file, Measured& measured) {
     measured.host_ranks = std::max(measured.host_ranks, ++sizes[domain]);
   for (std::size_t a = 0; a < domains.size(); ++a) {
     for (std::size_t b = 0; b < domains.size(); ++b) {
-      if (domains[a] != domains[b]) measured.nic.push_back(rates.at(a).at(b));
+      if (domains[a] == domains[b]) continue;
+      measured.nic.push_back(checked(rates.at(a).at(b), "a rate of bytes_per_s", 1, Bounds::bytes));
     }
   }
 }
@@ -103,10 +132,12 @@ void read_timeline(const json& file, const std::string& name, Measured& measured
         name));
   }
   for (const std::string operation : {"dispatch", "combine"}) {
-    const double was = alone->second.at(operation + "_ms"),
-                 is = beside->second.at(operation + "_ms");
-    if (!(was > 0)) throw std::runtime_error(name + ": a call that took no time");
-    measured.contention[operation] = std::max(1.0, is / was);
+    const std::string key = operation + "_ms";
+    const auto time_of = [&](const json& line) {
+      return number_of(line, key.c_str(), Bounds::shortest_us / 1e3, Bounds::longest_us / 1e3);
+    };
+    measured.contention[operation] =
+        std::max(1.0, time_of(beside->second) / time_of(alone->second));
   }
 }
 
@@ -141,8 +172,11 @@ Measured read_results(const std::vector<std::string>& files) {
       }
     } catch (const json::exception& error) {
       throw std::runtime_error(
-          fmt::format("{}: not of `ferry bench --json` or `ferry doctor --net --json`: {}", name,
-                      reason_of(error)));
+          fmt::format("{}: not of `ferry bench --json`, `ferry doctor --net --json` or "
+                      "`overlap_timeline.py --json`: {}",
+                      name, reason_of(error)));
+    } catch (const std::out_of_range& error) {
+      throw std::runtime_error(fmt::format("{}: {}", name, error.what()));
     }
   }
   return measured;

@@ -147,6 +147,15 @@ class Plan(unittest.TestCase):
         odd = plan("--cluster", "h200", "--ranks", "3", *given, "--balance", "1")
         self.assertIn("16 experts on 3 ranks", odd.stderr)
 
+    def test_routes_of_no_tokens(self):
+        for name, tokens, ids in (("none", 0, []), ("unused", 4, [-1] * 32)):
+            data = b"FERRYRT1" + struct.pack("<IIQ", 0, 1, 256)
+            data += struct.pack(f"<II{len(ids)}i", tokens, 8, *ids)
+            (self.folder / f"{name}.0").write_bytes(data)
+            done = plan("--routes", str(self.folder / name))
+            self.assertEqual((done.returncode, done.stdout), (1, ""))
+            self.assertIn(f"{name}: no token names an expert", done.stderr)
+
     def test_memory_decides_what_fits(self):
         done = plan("--ranks", "8")
         self.assertEqual(done.returncode, 1)
@@ -223,13 +232,20 @@ class Plan(unittest.TestCase):
             "host_ranks: 7.5": f"host_ranks is 7.5, {whole}",
             "leaf_hosts: 0": f"leaf_hosts is 0, {whole}",
             "combine: {leaf_hosts: 2.5}": f"leaf_hosts is 2.5, {whole}",
-            "{leaf_hosts: 4, oversubscription: 0.5}": "oversubscription is 0.5, expected at least",
-            "{contention: 0.9}": "contention is 0.9, expected at least 1",
+            "{leaf_hosts: 4, oversubscription: 0.5}": "oversubscription is 0.5, expected from 1",
+            "{contention: 0.9}": "contention is 0.9, expected from 1 to 1000",
+            "contention: 1e9": "contention is 1000000000, expected from 1 to 1000",
+            "{leaf_hosts: 4, oversubscription: 1e9}": "expected from 1 to 1000",
+            "latency_us: 1e300": "latency_us is 1e300, expected a number, not below 0 and at most",
+            "nic: 1e-300": "expected GB/s, from 1e-06",
+            "nic: {value: 3, from: [a]}": "line 1: nic: from is a list or map, expected a word",
+            "nic: {value: 3, [a]: 1}": "line 1: nic: a key is a list or map",
+            "? [a]\n: 3": "line 1: a key is a list or map, expected a word",
             "{hidden_latency: 1}": "hidden_latency is 1, expected a share of the latency",
             "{nic: 40, oversubscription: 2}": "oversubscription for dispatch without leaf_hosts",
             "combine: {oversubscription: 2}": "oversubscription for combine without leaf_hosts",
-            "nic: 45e9": "expected GB/s, at most 100000",
-            "dispatch: {nvlink: {value: 3e5}}": "expected GB/s, at most 100000",
+            "nic: 45e9": "expected GB/s, from 1e-06 to 100000",
+            "dispatch: {nvlink: {value: 3e5}}": "expected GB/s, from 1e-06 to 100000",
             "nic: {value: 45, error: 5}": "error is 5, expected a fraction: 0.05 is 5 %",
             "": "nothing in the file; known are host_ranks,",
             "# no more": sections,
@@ -247,6 +263,11 @@ class Plan(unittest.TestCase):
             model.format(4.5, 2): "experts is 4.5, expected a whole number",
             model.format(4, 0): "topk is 0, expected a whole number",
             "": "nothing in the file; known are hidden, experts,",
+            "experts: 64": "hidden is missing; add it",
+            "hidden: 64": "experts is missing; add it",
+            model.format(4, 2)
+            + "\nmost_hosts: 1e10": "most_hosts is 10000000000, expected a whole",
+            model.format(4, 2) + "\nmost_hosts: 0.5": "most_hosts is 0.5, expected a whole number",
         }.items():
             self.assert_refused("--model", text, said)
         fits = self.file(model.format(4, 4))
@@ -526,6 +547,71 @@ class Calibrate(unittest.TestCase):
         calls = self.bench([(1, 1, 5, 4096, 4096)], domain_size=2)
         self.assertIn("--crossing direct or hierarchical", calibrate(calls).stderr)
         self.assertIn("nothing to calibrate", calibrate(self.bench([])).stderr)
+
+    def test_numbers_that_no_machine_has(self):
+        good = {"tokens": 64, "sms": 8, "p50_us": 9.0, "row_bytes": 4096, "logical_bytes": 1e6}
+        wrong = {
+            "tokens": (0, -1, 1.5, 1e300),
+            "sms": (-1, 1e9),
+            "p50_us": (0, -1, 1e300),
+            "row_bytes": (0, -1, 1e300),
+            "logical_bytes": (-1, 1e300),
+            "wire_bytes": (-1, 1e300),
+            "ranks": (0, -1, 1e9),
+            "topk": (0, 1e9),
+            "domain_size": (-1, 0.5),
+        }
+        path = self.folder / "bench.json"
+        for key, values in wrong.items():
+            for value in values:
+                call = good | {"name": "dispatch, full", "dtype": "bf16", "wire_bytes": 1e6}
+                settings = {"ranks": 4, "topk": 8}
+                (settings if key in ("ranks", "topk", "domain_size") else call)[key] = value
+                path.write_text(
+                    json.dumps({"settings": settings, "results": [call], "machine": {}})
+                )
+                done = calibrate(path)
+                self.assertEqual(done.returncode, 1, (key, value))
+                self.assertRegex(done.stderr, rf"bench.json: {key} is .*, expected")
+        for rate in (-1, 0, 1e300):
+            path.write_text(json.dumps({"domains": [0, 1], "bytes_per_s": [[0, rate], [rate, 0]]}))
+            self.assertIn("a rate of bytes_per_s is", calibrate(path).stderr)
+        alone = {"name": "exchanges alone", "dispatch_ms": 2.0, "combine_ms": 4.0}
+        for us in (0, -1):
+            beside = {"name": "together, own SMs", "dispatch_ms": us, "combine_ms": 3.9}
+            path.write_text(json.dumps({"summary": [alone, beside]}))
+            self.assertIn("dispatch_ms is", calibrate(path).stderr)
+
+    def test_the_search_ends_where_nothing_fits(self):
+        """Errors of more than their own size, and rates that no call waits for."""
+        calls = [
+            (t, 0, us, 262144 * t, 131072 * t)
+            for t, us in ((1, 22), (4, 90), (16, 7), (64, 150), (128, 14), (256, 400))
+        ]
+        self.assertEqual(calibrate(self.bench(calls)).returncode, 0)
+
+    def test_rates_that_no_call_waits_for_are_left_out(self):
+        """The file that is made can be read: calls of one time have no rate."""
+        calls = [(t, 0, 10, t * 4096, t * 2048) for t in (16, 32, 64, 128, 256, 512)]
+        out = self.folder / "made.yaml"
+        done = calibrate(self.bench(calls, "latency dispatch"), "--out", out)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        out.write_text(out.read_text() + "latency_combine: {latency_us: 1}\n")
+        options = "--cluster", str(out), "--ranks", "4", "--model", "qwen3-30b", "--mode", "latency"
+        self.assertAlmostEqual(rows(*options)[0]["us"], 10, delta=0.1)
+
+    def test_contention_without_a_section_is_said(self):
+        rates = self.folder / "net.json"
+        rates.write_text(json.dumps({"domains": [0, 1], "bytes_per_s": [[0, 3e9], [3e9, 0]]}))
+        timeline = self.folder / "timeline.json"
+        lines = [
+            {"name": name, "dispatch_ms": 2.0, "combine_ms": 4.0}
+            for name in ("exchanges alone", "together, own SMs")
+        ]
+        timeline.write_text(json.dumps({"summary": lines}))
+        done = calibrate(rates, timeline)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("The contention of dispatch, 1.000, is left out", done.stderr)
 
     def test_the_page_has_what_own_gpus_give(self):
         names = [

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <stdexcept>
@@ -96,6 +97,16 @@ RecordedRoutes RecordedRoutes::load(const std::string& file) {
     }
   }
   if (made.calls.front().empty()) throw std::runtime_error(file + ".0: no call was recorded");
+  const auto is_named = [](std::int32_t id) { return id >= 0; };
+  const auto moves = [&](const RankRoutes& call) {
+    return std::any_of(call.begin(), call.end(), is_named);
+  };
+  if (std::none_of(made.calls.begin(), made.calls.end(), [&](const auto& rank) {
+        return std::any_of(rank.begin(), rank.end(), moves);
+      })) {
+    throw std::runtime_error(
+        file + ": no token names an expert; record calls that send rows (Group.record_routes)");
+  }
   return made;
 }
 
