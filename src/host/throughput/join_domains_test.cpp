@@ -13,13 +13,10 @@
 namespace ferry::host::test {
 namespace {
 
-GroupConfig domains_of(int size, const std::string& name, std::chrono::nanoseconds deadline = 20s) {
-  GroupConfig config;
+GroupConfig elastic_domains(int size, const std::string& name,
+                            std::chrono::nanoseconds deadline = 20s) {
+  GroupConfig config = domains_of(size, deadline);
   config.experts = 60;
-  config.memory_bytes = 1 << 16;
-  config.deadline = deadline;
-  config.domain_size = size;
-  config.network = FabricKind::ofi;
   config.fabric = FabricKind::shm;
   config.elastic = name + std::to_string(process_id());
   return config;
@@ -69,7 +66,7 @@ class JoinDomains : public testing::TestWithParam<Domains> {};
 TEST_P(JoinDomains, ProcessesComeBackWhereNobodyIsLeft) {
   if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
   const Domains& what = GetParam();
-  const GroupConfig config = domains_of(what.size, what.name);
+  const GroupConfig config = elastic_domains(what.size, what.name);
   const auto leaves = [&](int rank) {
     return std::find(what.leave.begin(), what.leave.end(), rank) != what.leave.end();
   };
@@ -121,7 +118,7 @@ TEST(JoinDomainsOfASplit, TheHalfThatLostComesBack) {
   const std::filesystem::path shared =
       testing::TempDir() + "ferry_doors_" + std::to_string(process_id());
   std::filesystem::create_directory(shared);
-  GroupConfig config = domains_of(2, "split", 2s);
+  GroupConfig config = elastic_domains(2, "split", 2s);
   config.arbiter = shared;
   const auto bootstraps = thread_bootstrap(4);
   std::latch gone_on(2), ended(2), done(4);
@@ -154,7 +151,7 @@ TEST(JoinDomainsOfASplit, TheHalfThatLostComesBack) {
 
 TEST(JoinDomainsErrors, WhoeverIsNotTakenInIsToldWhy) {
   if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
-  const GroupConfig config = domains_of(1, "late", 1s);
+  const GroupConfig config = elastic_domains(1, "late", 1s);
   const auto bootstraps = thread_bootstrap(3);
   std::latch left(3), refused(1), answered(1), refused_again(1);
   on_ranks(4, [&](int thread) {

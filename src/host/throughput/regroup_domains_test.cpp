@@ -13,16 +13,6 @@ namespace ferry::host::test {
 
 namespace {
 
-GroupConfig domains_of(int size, std::chrono::nanoseconds deadline = 20s) {
-  GroupConfig config;
-  config.experts = 24;
-  config.memory_bytes = 1 << 16;
-  config.deadline = deadline;
-  config.domain_size = size;
-  config.network = FabricKind::ofi;
-  return config;
-}
-
 Error first_error(Group& group) {
   try {
     for (;;) group.barrier();

@@ -1,5 +1,6 @@
 // For tests of processes that take the places of lost ranks: threads, over shm.
 #pragma once
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -10,6 +11,17 @@
 namespace ferry::host::test {
 
 using namespace engine::test;
+
+/// Domains of `size` ranks each, joined by libfabric.
+inline GroupConfig domains_of(int size, std::chrono::nanoseconds deadline = 20s) {
+  GroupConfig config;
+  config.experts = 24;
+  config.memory_bytes = 1 << 16;
+  config.deadline = deadline;
+  config.domain_size = size;
+  config.network = FabricKind::ofi;
+  return config;
+}
 
 class Joins final : public Bootstrap {
  public:
