@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
+#include "bench/report.hpp"
 #include "ferry/group.hpp"
 
 namespace ferry::cli {
@@ -39,15 +40,11 @@ json loss_of(const TunedCall& tuned, const std::vector<SettingTimes>& times) {
 }  // namespace
 
 double SettingTimes::middle() const {
-  std::vector<double> sorted = seconds;
-  std::sort(sorted.begin(), sorted.end());
-  return sorted.at(sorted.size() / 2);
+  return percentile(seconds, 0.5);
 }
 
 double SettingTimes::spread() const {
-  std::vector<double> sorted = seconds;
-  std::sort(sorted.begin(), sorted.end());
-  return (sorted.at(sorted.size() * 3 / 4) - sorted.at(sorted.size() / 4)) / middle();
+  return (percentile(seconds, 0.75) - percentile(seconds, 0.25)) / middle();
 }
 
 std::vector<TunedCall> kept_settings(Dtype dispatch, Dtype combine, Crossing crossing,
@@ -72,7 +69,8 @@ void add_times(std::vector<SettingTimes>& all, const std::vector<TunedCall>& cal
              one.chunk_bytes == call.chunk_bytes;
     });
     if (at == all.end()) at = all.insert(at, {call.call, call.crossing, call.chunk_bytes});
-    at->seconds.push_back(call.seconds);
+    at->seconds.insert(std::upper_bound(at->seconds.begin(), at->seconds.end(), call.seconds),
+                       call.seconds);
   }
 }
 

@@ -14,7 +14,7 @@ struct SettingTimes {
   std::string call{};
   Crossing crossing{};
   std::int64_t chunk_bytes = 0;
-  std::vector<double> seconds{};
+  std::vector<double> seconds{};  ///< ascending
 
   double middle() const;
   /// By how much the middle half of the times differs, of the middle one.
