@@ -7,12 +7,12 @@
 #include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <string>
 #include <vector>
 
 #include "bench/plot.hpp"
 #include "command.hpp"
+#include "doctor/build.hpp"
 #include "doctor/machine.hpp"
 #include "doctor/net.hpp"
 #include "doctor/self_test.hpp"
@@ -54,29 +54,6 @@ struct Use {
   std::string backend{};
   bool cuda = false;  // there is a GPU, and this Ferry has the engine for it
 };
-
-/// What was compiled into this Ferry, whatever the machine has.
-struct Build {
-  std::vector<std::string> engines{"host"};
-  std::vector<std::string> fabrics{};
-  std::vector<std::string> gpus{};  ///< kinds that kernels are compiled for: "sm_90"
-};
-
-Build look_at_build() {
-  Build build;
-  for (const FabricKind kind :
-       {FabricKind::local, FabricKind::shm, FabricKind::sim, FabricKind::ofi}) {
-    if (Group::has_fabric(kind)) build.fabrics.emplace_back(name_of(kind));
-  }
-  if (!Group::has_backend(Backend::cuda)) return build;
-  build.engines.emplace_back("cuda");
-  std::istringstream kinds(FERRY_CUDA_ARCHITECTURES);  // "80-real,100": the latter as PTX, too
-  for (std::string kind; std::getline(kinds, kind, ',');) {
-    const bool only_real = kind.find('-') != std::string::npos;
-    build.gpus.push_back("sm_" + kind.substr(0, kind.find('-')) + (only_real ? "" : " and newer"));
-  }
-  return build;
-}
 
 struct Diagnosis {
   Build build{};
