@@ -90,7 +90,7 @@ class EPHandle:
     token_metadata_at_forward: Tensor | None = None
     channel_linked_list: Tensor | None = None
     cached_recv_src_metadata_before_sort: Tensor | None = None
-    _origins: Any  # of Ferry's result
+    _origins: Any  # Ferry's result, of which only where rows came from is kept
     _exchange: Exchange
     _ready: EventHandle | None = None
 

@@ -351,7 +351,7 @@ class Experts(Regroups, Communicating):
         captured = on_gpu and torch.cuda.is_current_stream_capturing()
         x = with_scales(received, dtype, scales)
         rows = (x[0] if isinstance(x, tuple) else x).shape[0]
-        exchange = Exchange(group, raw.plan, 0, rows, not exact, None, captured)
+        exchange = Exchange(group, raw.plan, 0, rows, worst_case=not exact, captured=captured)
         if not routes.do_handle_copy:
             settings["topk_idx"] = ids
         elif on_gpu:  # in CPU memory the plan has them

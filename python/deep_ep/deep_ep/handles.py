@@ -40,6 +40,7 @@ class Exchange:
         plan: ferry.Plan,
         channels: int,
         rows: int,
+        *,
         worst_case: bool,
         sums: int | None = None,
         captured: bool = False,
