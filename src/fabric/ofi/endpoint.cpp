@@ -297,10 +297,17 @@ void Endpoint::sleep() {
     if ((fds[0].revents & POLLIN) != 0 && read(wake_fd_, &count, sizeof count) < 0) return;
     // One after the other without any completion between them: `run` forgets them at the first.
     for (const pollfd& fd : fds) {
-      if (fd.revents != 0 && fd.fd != wake_fd_) ++false_alarms_[fd.fd];
+      if (fd.revents == 0 || fd.fd == wake_fd_) continue;
+      if (++false_alarms_[fd.fd] == kFalseAlarms) heed_new_connections();
     }
   }
   asleep_ = false;
+}
+
+/// The descriptor may ring because connections wait to be listed.
+void Endpoint::heed_new_connections() {
+  const std::lock_guard lock(mutex_);
+  if (!stop_ && fi_endpoint_.renew_wait_fds()) false_alarms_.clear();
 }
 
 void Endpoint::wake() {

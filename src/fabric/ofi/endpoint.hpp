@@ -178,6 +178,7 @@ class Endpoint {
   // endpoint.cpp
   void run();
   void sleep();
+  void heed_new_connections();
   bool sending() const;
   void park();
   bool helped() const;

@@ -48,10 +48,7 @@ FiEndpoint::FiEndpoint(const Library& library, Info info, int rank)
   checked("fi_ep_bind", fi_ep_bind(ep_.get(), &av_->fid, 0));
   checked("fi_ep_bind", fi_ep_bind(ep_.get(), &cq_->fid, FI_TRANSMIT | FI_RECV));
   checked("fi_enable", fi_enable(ep_.get()));
-  // libfabric 1.17 puts descriptors on its list when somebody waits: till then there is only the
-  // one that says so, readable for ever.
-  fi_cq_data_entry none{};
-  if (wait_ == FI_WAIT_POLLFD) (void)fi_cq_sread(cq_.get(), &none, 1, nullptr, 1);
+  renew_wait_fds();
 }
 
 void FiEndpoint::open_queue() {
@@ -88,6 +85,16 @@ std::vector<int> FiEndpoint::wait_fds() const {
     }
   }
   return fds;
+}
+
+bool FiEndpoint::renew_wait_fds() {
+  if (wait_ != FI_WAIT_POLLFD) return false;
+  // libfabric 1.17 puts a new connection's descriptor on its list when somebody waits: till then
+  // the list has only the one that says so, readable all the while.
+  const std::vector<int> before = wait_fds();
+  fi_cq_data_entry none{};
+  (void)fi_cq_sread(cq_.get(), &none, 0, nullptr, 1);
+  return wait_fds() != before;
 }
 
 std::vector<std::byte> FiEndpoint::name() const {

@@ -65,6 +65,8 @@ class FiEndpoint {
   bool wakes_for_packets() const { return wait_ == FI_WAIT_POLLFD; }
   /// One of them is readable when there is progress to make. None: the provider must be polled.
   std::vector<int> wait_fds() const;
+  /// Has libfabric bring wait_fds() up to date, which takes up to 1 ms; whether it has changed.
+  bool renew_wait_fds();
 
  private:
   void open_queue();
