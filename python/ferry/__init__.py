@@ -90,7 +90,13 @@ def __getattr__(name: str) -> Any:
     if where is not None:
         import importlib
 
-        module = importlib.import_module(f"ferry.{where}")
+        try:
+            module = importlib.import_module(f"ferry.{where}")
+        except ModuleNotFoundError as error:
+            if error.name != where:  # the framework is there, but something that it needs is not
+                raise
+            message = f"ferry.{where} needs {where}, which is not installed: pip install {where}"
+            raise AttributeError(message, name=name) from error
         if name in _MODULES:
             return module
         value = globals()[name] = getattr(module, name)

@@ -63,6 +63,27 @@ def test_modules_that_come_later_are_attributes() -> None:
     """)
 
 
+@pytest.mark.parametrize("name", ["jax", "tensorflow", "torch"])
+def test_a_missing_framework_is_no_attribute(name: str) -> None:
+    """`hasattr` is false, the error says what to install, `import` fails as an import does."""
+    python(f"""
+        import sys
+        sys.modules[{name!r}] = None  # importing it fails
+        import ferry
+        assert not hasattr(ferry, {name!r})
+        try:
+            ferry.{name}
+        except AttributeError as error:
+            assert "pip install {name}" in str(error), error
+        try:
+            from ferry import {name}
+        except ModuleNotFoundError as error:
+            assert error.name == {name!r}, error
+        else:
+            raise AssertionError("imported")
+    """)
+
+
 def test_numpy_users_need_no_torch() -> None:
     python("""
         import sys
