@@ -25,8 +25,9 @@ class Memory {
 /// the sum would not fit.
 std::size_t whole_pages(std::size_t bytes, int rank);
 
-/// Zeroed private memory, aligned to 4096 bytes; from 2 MiB on aligned to 2 MiB and offered to the
-/// kernel for huge pages. Untouched pages take no memory. Throws Error(exhausted) naming `rank`.
+/// Zeroed private memory, aligned to 4096 bytes; from 2 MiB on aligned to 2 MiB, and what is behind
+/// the first 4 MiB offered to the kernel for huge pages. Untouched pages take no memory. Throws
+/// Error(exhausted) naming `rank`.
 std::shared_ptr<Memory> anonymous_memory(std::size_t bytes, int rank);
 
 inline constexpr std::size_t kHugePage = std::size_t{2} << 20;

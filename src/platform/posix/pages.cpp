@@ -23,6 +23,9 @@ constexpr int kPopulateWrite = 23;  // Linux 5.14; older kernels refuse it
 constexpr const char* kFolder = "/dev/shm";
 constexpr std::size_t kLeastHuge = std::size_t{2} << 20;
 constexpr std::size_t kPageBytes = 4096;
+/// Of private pages, at their beginning. A huge page takes its 2 MiB with the first byte: 512 ranks
+/// of one process, each of which uses little, would take a gigabyte.
+constexpr std::size_t kSmallPages = std::size_t{4} << 20;
 
 /// Memory is reserved in pieces: a signal during the call undoes the whole piece.
 constexpr std::size_t kReserveStep = std::size_t{16} << 20;
@@ -117,7 +120,9 @@ std::byte* private_pages(std::size_t bytes, std::size_t alignment, int& error) n
   if (before > 0) munmap(start, before);
   if (after > 0) munmap(start + before + bytes, after);
   start += before;
-  if (bytes >= kLeastHuge) madvise(start, bytes, MADV_HUGEPAGE);  // only advice
+  // All of it only advice.
+  if (bytes >= kLeastHuge) madvise(start, std::min(bytes, kSmallPages), MADV_NOHUGEPAGE);
+  if (bytes > kSmallPages) madvise(start + kSmallPages, bytes - kSmallPages, MADV_HUGEPAGE);
   return start;
 }
 
