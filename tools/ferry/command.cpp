@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "bench/plot.hpp"
 #include "command.hpp"
 #include "entry.hpp"
 #include "ferry/version.hpp"
@@ -84,12 +85,13 @@ bool ferry::cli::may_write(const char* command, const std::string& file) {
 
 bool ferry::cli::may_draw(const char* command, const std::string& image) {
   const std::string kind = std::filesystem::path(image).extension().string();
-  if (image.empty() || kind == ".png" || kind == ".svg" || kind == ".pdf") {
-    return may_write(command, image);
-  }
-  fmt::print(stderr, "ferry {}: --plot: got {}; expected a file named .png, .svg or .pdf\n",
-             command, image);
-  return false;
+  if (image.empty()) return true;
+  const bool known = kind == ".png" || kind == ".svg" || kind == ".pdf";
+  if (known && !may_write(command, image)) return false;
+  const std::string why =
+      known ? no_plot() : fmt::format("got {}; expected a file named .png, .svg or .pdf", image);
+  if (!why.empty()) fmt::print(stderr, "ferry {}: --plot: {}\n", command, why);
+  return why.empty();
 }
 
 int ferry::cli::run_command(int argc, char** argv) try {

@@ -20,7 +20,7 @@ struct CommandLine {
 /// Whether a result can be written into the file, before anything is measured for it. False, and
 /// says so. "": there is none.
 bool may_write(const char* command, const std::string& file);
-/// The same of an image, whose name says what it is.
+/// The same of an image, whose name says what it is; and whether anything here can draw it.
 bool may_draw(const char* command, const std::string& image);
 /// Says so, with errno's reason; false.
 bool cannot_write(const char* command, const std::string& file);

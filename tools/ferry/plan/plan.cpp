@@ -29,7 +29,7 @@ struct PlanOptions {
   std::string cluster = "h800";
   std::string model = "deepseek-v3";
   std::string mode = "throughput";
-  std::vector<int> ranks{16, 32, 64, 128, 256};
+  std::vector<int> ranks{};  ///< none: those of usual_ranks
   int copies = 1;
   bool beside = false;
   double tokens = 0;  ///< 0: that of the mode
@@ -244,8 +244,9 @@ RecordedRoutes routes_for(const PlanOptions& options, const Described& model) {
   return routes;
 }
 
-int plan(const PlanOptions& options) {
+int plan(PlanOptions& options) {
   if (!options.show.empty()) return show(options.show);
+  if (!may_write("plan", options.tuning) || !may_draw("plan", options.plot)) return 1;
   if (options.sms.front() > options.sms.back()) {
     throw std::runtime_error(fmt::format("--sms: from {} to {}, expected the fewest first",
                                          options.sms.front(), options.sms.back()));
@@ -255,6 +256,10 @@ int plan(const PlanOptions& options) {
   }
   const Described cluster = Described::load(Kind::cluster, options.cluster);
   const Described model = Described::load(Kind::model, options.model);
+  if (options.ranks.empty()) {
+    const int experts = static_cast<int>(model.number("experts", 1)) * options.copies;
+    options.ranks = usual_ranks(cluster, options.mode == "latency", experts);
+  }
   RecordedRoutes recorded;
   if (!options.routes.empty()) recorded = routes_for(options, model);
   const std::vector<Planned> all =
@@ -299,9 +304,11 @@ void add_plan(CLI::App& app, int& exit_code) {
   command->add_option("--model", options->model, names_of(Kind::model));
   command->add_option("--mode", options->mode, "throughput or latency")
       ->check(CLI::IsMember({"throughput", "latency"}));
-  command->add_option("--ranks", options->ranks, "Numbers of ranks, with commas between")
+  command
+      ->add_option("--ranks", options->ranks,
+                   "Numbers of ranks, with commas between; else those that suit the cluster")
       ->delimiter(',')
-      ->check(whole_number(1, 4096))
+      ->check(whole_number(1, kMostRanks))
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   command->add_option("--copies", options->copies, "Replicas of each expert")
       ->check(whole_number(1, 4096));

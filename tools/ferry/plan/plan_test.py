@@ -174,7 +174,8 @@ class Plan(unittest.TestCase):
         self.assertEqual([entry["call"] for entry in entries], ["dispatch", "combine"])
         self.assertEqual(entries[0]["crossing"], "hierarchical")
         done = plan("--tuning", str(self.folder / "no" / "such"))
-        self.assertIn("cannot be written", done.stderr)
+        self.assertIn("cannot write", done.stderr)
+        self.assertEqual(done.stdout, "")  # nothing was planned for it
 
     def test_refuses(self):
         self.assertIn("--copies", plan("--ranks", "512").stderr)
@@ -281,7 +282,8 @@ class Plan(unittest.TestCase):
         python = self.folder / "bin" / "python3"
         python.parent.mkdir()
         python.write_text(
-            '#!/bin/sh\nprintf %s "$2" > program.py\ncp "$3" given.json\necho "$5" > "$5"\n'
+            "#!/bin/sh\n[ $# -gt 2 ] || exit 0\n"
+            'printf %s "$2" > program.py\ncp "$3" given.json\necho "$5" > "$5"\n'
         )
         python.chmod(0o755)
         command = [os.path.abspath(FERRY), "plan", "--ranks", "8,32", "--plot", "plan.svg"]
@@ -306,6 +308,42 @@ class Plan(unittest.TestCase):
             total = phases["latency"] + phases["messages"] + max(parts)
             self.assertAlmostEqual(total / entry["us"], 1, delta=0.04)  # fewer SMs than the most
             self.assertLessEqual(entry["low_us"], entry["us"])
+
+    def test_no_matplotlib(self):
+        """Said before anything is printed: with a python3 that has none, and without python3."""
+        for python in ("#!/bin/sh\nexit 1\n", None):
+            place = self.folder / ("none" if python is None else "without")
+            place.mkdir()
+            if python is not None:
+                (place / "python3").write_text(python)
+                (place / "python3").chmod(0o755)
+            done = subprocess.run(
+                [os.path.abspath(FERRY), "plan", "--plot", str(self.folder / "plan.svg")],
+                env=os.environ | {"PATH": str(place)},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            self.assertEqual((done.returncode, done.stdout), (1, ""))
+            self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+            self.assertIn("ferry plan: --plot: no python3 with matplotlib", done.stderr)
+            self.assertIn("pip install matplotlib", done.stderr)
+            self.assertFalse((self.folder / "plan.svg").exists())
+
+    def test_ranks_that_suit_the_cluster(self):
+        """Hosts by twos; of one host, where there is no network, or experts are few."""
+        network = "nic: 40\nnvlink: 300\nlatency_us: 20\n"
+        for cluster, model, ranks in (
+            ("h800", "deepseek-v3", [16, 32, 64, 128, 256]),
+            ("h800", "gpt-oss-120b", [16, 32, 64, 128]),
+            ("h800", "mixtral-8x7b", [2, 4, 8]),
+            (self.file("host_ranks: 2\n" + network), "qwen3-30b", [4, 8, 16, 32, 64]),
+            (self.file("host_ranks: 72\n" + network, "b"), "qwen3-235b", [2, 4, 8, 16, 32, 64, 72]),
+            (self.file("host_ranks: 6\nnvlink: 300\n", "c"), "qwen3-30b", [2, 4, 6]),
+            (self.file("host_ranks: 1\nnvlink: 300\nlatency_us: 9\n", "d"), "qwen3-30b", [1]),
+        ):
+            made = rows("--cluster", cluster, "--model", model)
+            self.assertEqual(sorted({row["ranks"] for row in made}), ranks, (cluster, model))
 
     def test_the_page_works(self):
         """Files and commands of docs/planning.md."""
@@ -335,7 +373,7 @@ class Plan(unittest.TestCase):
                 timeout=60,
                 check=False,
             )
-            missing = ("built without SimGrid", "drew no plot")
+            missing = ("built without SimGrid", "no python3 with matplotlib")
             if not any(one in done.stderr for one in missing):
                 self.assertEqual(done.returncode, 0, f"{command}\n{done.stderr}")
 

@@ -23,15 +23,18 @@ ExchangeShape shape_of(const Described& cluster, const Described& model, const L
   return shape;
 }
 
-std::string operation_of(const Load& load, bool combine) {
-  return std::string(load.latency ? "latency_" : "") + (combine ? "combine" : "dispatch");
+std::string operation_of(bool latency, bool combine) {
+  return std::string(latency ? "latency_" : "") + (combine ? "combine" : "dispatch");
+}
+
+bool has_nic(const Described& cluster, const std::string& operation) {
+  return !std::isinf(rates_of(cluster, operation, 1, kFewTokens).nic_out);
 }
 
 /// Several hosts without a rate of the NIC would be predicted as if their network took no time.
 void check_nic(const Described& cluster, const std::string& operation, int ranks) {
   const double host_ranks = cluster.number("host_ranks", 8);
-  if (ranks <= host_ranks || !std::isinf(rates_of(cluster, operation, 1, kFewTokens).nic_out))
-    return;
+  if (ranks <= host_ranks || has_nic(cluster, operation)) return;
   throw std::runtime_error(fmt::format(
       "--ranks {} spans {:.0f} hosts, but {} has no nic for {}; add its rate, as `ferry doctor "
       "--net` measures it, or plan for one host, --ranks {:.0f} at most",
@@ -111,6 +114,22 @@ int enough_sms(const Described& cluster, const ExchangeBytes& bytes, const std::
 
 }  // namespace
 
+std::vector<int> usual_ranks(const Described& cluster, bool latency, int experts) {
+  const int host_ranks = static_cast<int>(cluster.number("host_ranks", 8));
+  const int most = std::min(experts, kMostRanks);
+  const bool network = has_nic(cluster, operation_of(latency, false)) &&
+                       has_nic(cluster, operation_of(latency, true));
+  std::vector<int> ranks;
+  for (int hosts = 2; network && hosts <= 32 && hosts * host_ranks <= most; hosts *= 2) {
+    ranks.push_back(hosts * host_ranks);
+  }
+  if (!ranks.empty()) return ranks;
+  const int one_host = std::min(host_ranks, most);
+  for (int few = 2; few < one_host; few *= 2) ranks.push_back(few);
+  ranks.push_back(one_host);
+  return ranks;
+}
+
 double row_bytes_of(double hidden, bool combine) {
   return combine ? hidden * 2 : hidden + std::ceil(hidden / 128) * 4;
 }
@@ -126,7 +145,7 @@ std::vector<Predicted> predicted(const Described& cluster, const Described& mode
   const double hidden = model.number("hidden", 0);
   std::vector<Predicted> all;
   for (const bool combine : {false, true}) {
-    const std::string operation = operation_of(load, combine);
+    const std::string operation = operation_of(load.latency, combine);
     check_nic(cluster, operation, load.ranks);
     check_contention(cluster, operation, load);
     const double row = row_bytes_of(hidden, combine);

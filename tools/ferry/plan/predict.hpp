@@ -37,6 +37,12 @@ struct Predicted {
 /// Dispatch: e4m3 and a scale of four bytes for each 128 channels; combine: bf16.
 double row_bytes_of(double hidden, bool combine);
 
+inline constexpr int kMostRanks = 4096;
+
+/// Numbers of ranks that suit a cluster: 2, 4, ... 32 hosts; where its file has no network, or the
+/// experts are too few for that, 2, 4, ... ranks of one.
+std::vector<int> usual_ranks(const Described& cluster, bool latency, int experts);
+
 std::vector<Predicted> predicted(const Described& cluster, const Described& model,
                                  const Load& load);
 

@@ -6,19 +6,40 @@
 #include <filesystem>
 #include <memory>
 #include <system_error>
+#include <utility>
+#include <vector>
 
 #include "platform/posix/process_group.hpp"
 #include "platform/process.hpp"
 
 namespace ferry::cli {
 
-bool draw_plot(std::string_view program, const std::string& json_file, const std::string& image) {
-  ProcessSpec python{.command = {"python3", "-c", std::string(program), json_file, "--out", image},
-                     .environment = own_environment(),
-                     .output = Output::inherited};
+namespace {
+
+/// True when it ran and did not fail.
+bool run_python(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), "python3");
+  const ProcessSpec python{.command = std::move(arguments),
+                           .environment = own_environment(),
+                           .output = Output::inherited};
   int refused = 0;
   const Process started = start_process(python, refused);
-  const bool drawn = refused == 0 && !reap(started.pid).failed();
+  return refused == 0 && !reap(started.pid).failed();
+}
+
+}  // namespace
+
+std::string no_plot() {
+  // Only looked for: an import takes a second.
+  constexpr const char* kFind =
+      "import importlib.util as util, sys; sys.exit(util.find_spec('matplotlib') is None)";
+  if (run_python({"-c", kFind})) return {};
+  return "no python3 with matplotlib in PATH, which draws; install it (pip install matplotlib), "
+         "or leave --plot out";
+}
+
+bool draw_plot(std::string_view program, const std::string& json_file, const std::string& image) {
+  const bool drawn = run_python({"-c", std::string(program), json_file, "--out", image});
   if (!drawn) fmt::print(stderr, "ferry: python3 with matplotlib drew no plot\n");
   return drawn;
 }

@@ -46,6 +46,10 @@ std::string nccl_version(int code) {
   return std::to_string(code);
 }
 
+std::string no_plot() {
+  return "no plots on Windows; leave it out: the programs in bench/ draw what --json writes";
+}
+
 bool draw_plot(std::string_view /*program*/, const std::string& json_file,
                const std::string& /*image*/) {
   fmt::print(stderr, "ferry: no plots on Windows; python bench/plot_exchange.py draws {}\n",
