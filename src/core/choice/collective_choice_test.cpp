@@ -48,6 +48,10 @@ TEST(LinkTable, BytesThatWereSeenLateCountForTheirPart) {
   EXPECT_NEAR(probed_rate(kProbeDrain / 1e8, whole / 1e8), 1e8, 1);
   EXPECT_NEAR(probed_rate((kProbeDrain - (256 << 10)) / 1e8, (whole - (256 << 10)) / 1e8), 1e8, 1);
   EXPECT_NEAR(probed_rate(whole / 1e8, whole / 1e8), 1e8, 1);
+  constexpr std::size_t kMore = 4 << 20;  // of which a bucket of 256 KiB lets none through at once
+  constexpr double kBurst = (256 << 10) / 1e8, kAll = (kProbeDrain + kMore) / 1e8 - kBurst;
+  EXPECT_NEAR(probed_rate(kProbeDrain / 1e8 - kBurst, kAll, kMore), 1e8, 1);
+  EXPECT_NEAR(probed_rate(kAll, kAll, kMore), (kProbeDrain + kMore) / kAll, 1);
 }
 
 /// Of four domains with 100 MB/s, but `rate` from 0 to 1; one flow may have been held up.

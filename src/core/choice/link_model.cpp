@@ -38,9 +38,10 @@ std::map<std::pair<int, int>, double> pairs_in(const std::vector<LinkProbe>& pro
 
 }  // namespace
 
-double probed_rate(double drained_s, double all_s) {
-  constexpr double kBytes = kProbeBytes, kPart = kBytes / (kBytes + kProbeDrain);
-  return kBytes / std::max({all_s - drained_s, all_s * kPart, kShortest});
+double probed_rate(double drained_s, double all_s, std::size_t bytes) {
+  const auto counted = static_cast<double>(bytes);
+  const double part = counted / (counted + kProbeDrain);
+  return counted / std::max({all_s - drained_s, all_s * part, kShortest});
 }
 
 LinkTable::LinkTable(int domains, const LinkCost& first) : ports_(index(domains), first) {}

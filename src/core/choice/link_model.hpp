@@ -21,10 +21,10 @@ struct LinkCost {
 inline constexpr std::size_t kProbeDrain = 512 << 10;
 inline constexpr std::size_t kProbeBytes = 512 << 10;  ///< that count
 
-/// Bytes a second of a flow whose first kProbeDrain bytes were there after `drained_s`, all after
-/// `all_s`. Who looked late for the first ones saw too short a time for the others, so they count
-/// for their part of the whole time at least.
-double probed_rate(double drained_s, double all_s);
+/// Bytes a second of a flow whose first kProbeDrain bytes were there after `drained_s`, and `bytes`
+/// more after `all_s`. Who looked late for the first ones saw too short a time for the others, so
+/// they count for their part of the whole time at least.
+double probed_rate(double drained_s, double all_s, std::size_t bytes = kProbeBytes);
 
 /// What a domain got from another in a measurement, while each port carried one flow each way.
 struct LinkProbe {

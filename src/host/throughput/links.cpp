@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/choice/link_model.hpp"
 #include "protocol/flags.hpp"
 
 namespace ferry::host {
@@ -15,13 +16,14 @@ using Clock = std::chrono::steady_clock;
 constexpr const char* kMeasureLinks = "measure_links";
 constexpr std::size_t kLanding = std::size_t{1} << 20;  // rows of a rate land there, over and over
 constexpr std::size_t kLinkPiece = std::size_t{256} << 10;
-constexpr std::size_t kLeastRateBytes = std::size_t{1}
-                                        << 20;  // that a shaped link does not let burst
+constexpr std::size_t kLeastRateBytes = std::size_t{2} << 20;
 constexpr std::size_t kMostRateBytes = std::size_t{64} << 20;
 // What disturbs a pair is often over when its turn comes again.
 constexpr int kPasses = 3;
 constexpr double kLatencySeconds = 0.01;
-constexpr double kRateSeconds = 0.01;    // of one try
+constexpr double kRateSeconds = 0.01;      // of one try
+constexpr double kSlowRateSeconds = 0.03;  // below kSlowRate: so that little depends on a burst
+constexpr double kSlowRate = 1e9;
 constexpr double kAllRateSeconds = 0.1;  // of all: then there is no further one
 constexpr int kRateTries = 2;
 constexpr std::uint64_t kWarmUp = 5, kFewestRounds = 7, kMostRounds = 200;
@@ -177,7 +179,8 @@ class Probe {
     const auto start = Clock::now();
     double rate = try_rate(peer, kLinkPiece, latency_ns), best = 0;
     for (int left = kRateTries; left > 0;) {
-      const auto fit = static_cast<std::size_t>(std::min(rate * kRateSeconds, 1e12));
+      const double seconds = rate < kSlowRate ? kSlowRateSeconds : kRateSeconds;
+      const auto fit = static_cast<std::size_t>(std::min(rate * seconds, 1e12));
       const std::size_t bytes =
           std::clamp(fit / kLinkPiece * kLinkPiece, kLeastRateBytes, kMostRateBytes);
       rate = try_rate(peer, bytes, latency_ns);
@@ -188,24 +191,31 @@ class Probe {
     return best;
   }
 
+  /// What a token bucket lets through at once does not count: it goes before.
   double try_rate(int peer, std::size_t bytes, std::uint64_t latency_ns) {
     const auto start = Clock::now();
+    write(peer, kProbeDrain);
+    write(peer, bytes);
+    const double round_s = 2e-9 * static_cast<double>(latency_ns);  // of the answers
+    hear(peer);
+    const double drained_s = std::max(0.0, seconds_from(start) - round_s);
+    hear(peer);
+    return probed_rate(drained_s, std::max(drained_s, seconds_from(start) - round_s), bytes);
+  }
+
+  void write(int peer, std::size_t bytes) {
     const std::uint64_t tag = ++tag_;
     for (std::size_t at = 0; at < bytes; at += kLinkPiece) {
       const protocol::Place to{segments_.mine.id, layout_.landing + at % kLanding};
       reach_.write(peer, to, piece_.data(), kLinkPiece, tag);
     }
     call(peer, tag, bytes);
-    hear(peer);
-    // The answer took its time, too.
-    const double took = seconds_from(start) - static_cast<double>(latency_ns) * 1e-9;
-    return static_cast<double>(bytes) / std::max(took, 1e-9);
   }
 
   void receive(int peer) {
-    answer(peer, 1);
+    answer(peer, 2);
     do {
-      answer(peer, 1);
+      answer(peer, 2);
     } while (announced(peer) != 0);
   }
 
