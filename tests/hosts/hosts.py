@@ -271,6 +271,12 @@ class Hosts:
                     text=True,
                 )
 
+    def set_congestion(self, host: int, name: str) -> None:
+        """TCP's congestion control there; CalledProcessError where the system does not let it."""
+        setting = f"net.ipv4.tcp_congestion_control={name}"
+        command = ["ip", "netns", "exec", self.names[host], "sysctl", "-qw", setting]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+
     def shape_pair(self, one: int, other: int, mbit: float, rest_mbit: float) -> None:
         """What two hosts send each other at `mbit`, all that they send at `rest_mbit`."""
         for host, peer in ((one, other), (other, one)):

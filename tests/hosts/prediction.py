@@ -1,12 +1,14 @@
 """What `ferry simulate` says of exchanges between hosts, beside what they take, as root. No test.
 
     prediction.py FERRY [--shapes HOSTSxRANKS ...] [--mbit N] [--slow HOST ...] [--topk N ...]
-                  [--json FILE]
+                  [--congestion NAME] [--json FILE]
 
 Every host is a domain, a network namespace. What it sends, and what it gets, is limited to --mbit
 each, of host --slow to a quarter; -1: of none. `FERRY doctor --net` measures the links: the rate
 and the latency between hosts go to a cluster file, slower hosts to `--slow-nic`. Then both
-crossings run with recorded routes, and `FERRY simulate` gets the routes. Times are medians of the
+crossings run with recorded routes, and `FERRY simulate` gets the routes: what the links take. What
+the cores take is measured before the links are limited. Both overlap in part, as in a model with
+`overlap` 2: the prediction is the root of the sum of their squares. Times are medians of the
 slowest rank.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -44,6 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512, help="of a rank")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--congestion", help="of TCP, as reno; else what hosts have anyway")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--routes", type=Path, help=argparse.SUPPRESS)  # of a rank
     parser.set_defaults(what="crossings", limit=0)  # of routes_of
@@ -86,13 +90,14 @@ def cluster_of(links: Result, each: int) -> tuple[str, list[str]]:
     rates = np.array(links["bytes_per_s"])
     domains = np.array(links["domains"])
     apart = domains[:, None] != domains[None, :]
-    usual = float(np.median(rates[rates > rates.max() / 2]))
+    across = rates[apart]
+    usual = float(np.median(across[across > across.max() / 2]))
     latency = float(np.median(np.array(links["latency_ns"])[apart]))
     slow = []
     for rank in range(len(domains)):
-        best = max(rates[rank][apart[rank]].max(), rates[:, rank][apart[:, rank]].max())
-        if best < 0.8 * usual:
-            slow += ["--slow-nic", f"{rank}:{best / usual:.4f}"]
+        own = np.concatenate((rates[rank][apart[rank]], rates[:, rank][apart[:, rank]]))
+        if (rate := float(np.sort(own)[len(own) // 2])) < 0.8 * usual:
+            slow += ["--slow-nic", f"{rank}:{rate / usual:.4f}"]
     lines = (
         f"host_ranks: {each}",
         "memory_gb: 1",
@@ -126,6 +131,22 @@ def predicted(
     return {call["call"].split()[0]: call["us"] * 1e-6 for call in json.loads(done.stdout)}
 
 
+def measured(
+    given: argparse.Namespace, machines: Hosts, each: int, folder: Path
+) -> dict[tuple[int, str, str], float]:
+    """Seconds of the slowest rank, by number of experts, crossing and call."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--routes", str(folder)]
+    until_end(machines.start_ranks(each, command, folder), folder)
+    times = {}
+    for lines in zip(
+        *(lines_of(folder, rank) for rank in range(len(machines.names) * each)), strict=True
+    ):
+        for call in ("dispatch", "combine"):
+            slowest = max(line[call] for line in lines)
+            times[lines[0]["topk"], lines[0]["crossing"], call] = slowest
+    return times
+
+
 def run(given: argparse.Namespace, shape: str, slow: int) -> Result:
     hosts, each = map(int, shape.split("x"))
     with (
@@ -134,36 +155,42 @@ def run(given: argparse.Namespace, shape: str, slow: int) -> Result:
     ):
         folder = Path(name)
         for host in range(hosts):
+            if given.congestion:
+                machines.set_congestion(host, given.congestion)
+        cores = measured(given, machines, each, folder)
+        for host in range(hosts):
             machines.shape_link(host, given.mbit / (4 if host == slow else 1))
         doctor = [given.ferry, "doctor", "--net", "--json"]
         until_end(machines.start_ranks(each, doctor, folder), folder)
-        text, slow_nics = cluster_of(json.loads((folder / "rank-0.txt").read_text()), each)
+        said = (folder / "rank-0.txt").read_text()  # behind lines of progress
+        text, slow_nics = cluster_of(json.loads(said[said.index("{") :]), each)
         cluster = folder / "cluster.yaml"
         cluster.write_text(text)
-        command = [sys.executable, __file__, *sys.argv[1:], "--routes", name]
-        until_end(machines.start_ranks(each, command, folder), folder)
-        said = [lines_of(folder, rank) for rank in range(hosts * each)]
         cases: dict[int, Result] = {}
-        for lines in zip(*said, strict=True):
-            topk, crossing = lines[0]["topk"], lines[0]["crossing"]
-            foretold = predicted(given, folder, cluster, slow_nics, topk, crossing, hosts * each)
-            times = cases.setdefault(topk, {"topk": topk})[crossing] = {}
-            for call in ("dispatch", "combine"):
-                took = max(line[call] for line in lines)
-                times |= {f"{call}_ms": took * 1e3, f"{call}_predicted_ms": foretold[call] * 1e3}
-                error = 100 * (foretold[call] / took - 1)
-                print(
-                    f"{shape} slow {slow:2} top-{topk} {crossing:13} {call:9}{took * 1e3:8.1f} ms, "
-                    f"predicted {foretold[call] * 1e3:8.1f} ({error:+.0f} %)",
-                    flush=True,
-                )
-        cluster_file = cluster.read_text()
+        links: dict[str, float] = {}
+        for (topk, crossing, call), took in measured(given, machines, each, folder).items():
+            if call == "dispatch":  # then its combine
+                links = predicted(given, folder, cluster, slow_nics, topk, crossing, hosts * each)
+            alone = cores[topk, crossing, call]
+            foretold = math.hypot(links[call], alone)
+            cases.setdefault(topk, {"topk": topk}).setdefault(crossing, {}).update({
+                f"{call}_ms": took * 1e3,
+                f"{call}_links_ms": links[call] * 1e3,
+                f"{call}_cores_ms": alone * 1e3,
+                f"{call}_predicted_ms": foretold * 1e3,
+            })
+            print(
+                f"{shape} slow {slow:2} top-{topk} {crossing:13} {call:9}{took * 1e3:8.1f} ms, "
+                f"predicted {foretold * 1e3:8.1f} ({100 * (foretold / took - 1):+.0f} %), "
+                f"links alone {links[call] * 1e3:.1f}, cores alone {alone * 1e3:.1f}",
+                flush=True,
+            )
         return {
             "hosts": hosts,
             "ranks": each,
             "mbit": given.mbit,
             "slow": slow,
-            "cluster": cluster_file.split("\n"),
+            "cluster": text.split("\n"),
             "slow_nics": slow_nics[1::2],
             "cases": list(cases.values()),
         }
@@ -175,7 +202,7 @@ def main() -> None:
         measure(given)
         return
     runs = [run(given, shape, slow) for shape in given.shapes for slow in given.slow]
-    settings = {name: getattr(given, name) for name in ("tokens", "hidden", "rounds")}
+    settings = {name: getattr(given, name) for name in ("tokens", "hidden", "rounds", "congestion")}
     write_report(given.json, runs, **settings)
 
 

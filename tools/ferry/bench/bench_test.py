@@ -206,7 +206,8 @@ class Bench(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             python = Path(folder) / "python3"
             python.write_text(
-                f'#!/bin/sh\n[ $# -gt 2 ] || exit 0\nprintf %s "$2" > {folder}/program.py\ncp "$3" "$5"\n'
+                "#!/bin/sh\n[ $# -gt 2 ] || exit 0\n"
+                f'printf %s "$2" > {folder}/program.py\ncp "$3" "$5"\n'
             )
             python.chmod(0o755)
             paths = f"{folder}:{os.environ['PATH']}"

@@ -116,7 +116,8 @@ class Doctor(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             python = Path(folder) / "python3"
             python.write_text(
-                f'#!/bin/sh\n[ $# -gt 2 ] || exit 0\nprintf %s "$2" > {folder}/program.py\ncp "$3" "$5"\n'
+                "#!/bin/sh\n[ $# -gt 2 ] || exit 0\n"
+                f'printf %s "$2" > {folder}/program.py\ncp "$3" "$5"\n'
             )
             python.chmod(0o755)
             environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
