@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -32,7 +33,7 @@ class Result:
     test_seconds: float = 0.0
     cpu_seconds: float = 0.0
     words: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)  # names of tests
+    failures: list[str] = field(default_factory=list)  # names of tests, and what they said
 
     def add(self, other: Result) -> None:
         self.passed += other.passed
@@ -154,6 +155,14 @@ def run(
     return code == 0
 
 
+def excerpt(case: ElementTree.Element) -> str:
+    """What a failed test said where it first speaks of a failure, and at its end."""
+    lines = "".join(case.itertext()).strip().splitlines()
+    told = [n for n, line in enumerate(lines) if re.search("Failure|WARNING: |ERROR: ", line)][:1]
+    chosen = {m for n in told for m in range(n, n + 8)} | set(range(len(lines) - 8, len(lines)))
+    return "".join(f"\n      {lines[n]}" for n in sorted(chosen) if 0 <= n < len(lines))
+
+
 def read_junit(path: Path) -> Result:
     """Counts of a JUnit file as CTest and pytest write it; a test that did not run has failed."""
     result = Result()
@@ -161,7 +170,7 @@ def read_junit(path: Path) -> Result:
         did_not_run = case.get("status") == "notrun"
         if did_not_run or case.find("failure") is not None or case.find("error") is not None:
             result.failed += 1
-            result.failures.append(f"{case.get('classname')} {case.get('name')}")
+            result.failures.append(f"{case.get('classname')} {case.get('name')}{excerpt(case)}")
         elif case.find("skipped") is not None:
             result.skipped += 1
         else:

@@ -87,19 +87,21 @@ def test_each_stage_is_charged_with_its_own_commands(monkeypatch: pytest.MonkeyP
     assert results["none"].cpu_seconds == 0
 
 
-def test_the_names_of_failed_tests_are_at_the_end(
+def test_failed_tests_are_at_the_end_with_what_they_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     junit = tmp_path / "some.xml"
     junit.write_text(
         '<testsuite><testcase classname="a.b" name="fine"/>'
-        '<testcase classname="a.b" name="broken"><failure>why</failure></testcase>'
+        '<testcase classname="a.b" name="broken"><failure>why\n.cpp:9: Failure\n1 for 2'
+        + "\nmore" * 100
+        + "\nend</failure></testcase>"
         '<testcase classname="c" name="absent" status="notrun"><skipped/></testcase></testsuite>'
     )
     some = Stage(test=lambda: steps.read_junit(junit))
     monkeypatch.setattr(run_all, "STAGES", {"some": some})
     monkeypatch.setattr(sys, "argv", ["run_all.py", "some"])
     assert run_all.main() == 1
-    *names, _, counts = capsys.readouterr().out.splitlines()[-4:]
-    assert names == ["failed in some: a.b broken", "failed in some: c absent"]
-    assert counts == "1 passed, 2 failed"
+    said = [line.strip() for line in capsys.readouterr().out.splitlines()[-20:]]
+    assert said[:3] == ["failed in some: a.b broken", ".cpp:9: Failure", "1 for 2"]
+    assert said[-5:] == ["more", "end", "failed in some: c absent", "", "1 passed, 2 failed"]
