@@ -34,3 +34,4 @@ find_package(CUDAToolkit REQUIRED)
 add_library(ferry_cuda_options INTERFACE)
 target_compile_options(ferry_cuda_options INTERFACE
   "$<$<COMPILE_LANGUAGE:CUDA>:--fmad=false;-lineinfo;-Xcompiler=-Wall,-Wextra,-ffp-contract=off>")
+target_link_libraries(ferry_cuda_options INTERFACE CUDA::cudart_static)
