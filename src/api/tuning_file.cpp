@@ -1,12 +1,12 @@
 #include "api/tuning_file.hpp"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <fstream>
 #include <functional>
 #include <iterator>
 #include <limits>
+#include <optional>
 #include <string_view>
 
 #include "base/text.hpp"
@@ -47,12 +47,11 @@ class JsonText {
   }
   double number() {
     skip_space();
-    double value = 0;
-    const auto [stop, error] =
-        std::from_chars(text_.data() + at_, text_.data() + text_.size(), value);
-    if (error != std::errc() || !std::isfinite(value)) refuse("a number");
-    at_ = static_cast<std::size_t>(stop - text_.data());
-    return value;
+    std::string_view rest = text_.substr(at_);
+    const std::optional<double> value = take_number(rest);
+    if (!value) refuse("a number");
+    at_ = text_.size() - rest.size();
+    return *value;
   }
   /// A whole number from 0 to `most`.
   std::int64_t whole(std::int64_t most) {

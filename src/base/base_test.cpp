@@ -6,8 +6,12 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <locale>
+#include <optional>
 #include <random>
 #include <string>
+#include <string_view>
+#include <utility>
 
 #include "base/open_files.hpp"
 #include "base/text.hpp"
@@ -15,6 +19,10 @@
 
 namespace ferry {
 namespace {
+
+struct DecimalComma : std::numpunct<char> {
+  char do_decimal_point() const override { return ','; }
+};
 
 TEST(Text, OfAnotherRankIsOneLineOfBoundedLength) {
   EXPECT_EQ(printable("a\nb\tc\x7f", 100), "a b c ");
@@ -30,6 +38,21 @@ TEST(Text, SecondsAreExact) {
   EXPECT_EQ(exact_seconds(1500ms), "1.5 s");
   EXPECT_EQ(exact_seconds(60s), "60 s");
   EXPECT_NE(exact_seconds(24h), exact_seconds(24h - 1ns));
+}
+
+TEST(Text, NumbersAreTakenOffInAnyLocale) {
+  const auto taken = [](std::string_view text) {
+    const std::optional<double> number = take_number(text);
+    return std::pair(number, std::string(text));
+  };
+  EXPECT_EQ(taken("-2.5e3, null"), std::pair(std::optional(-2500.0), std::string(", null")));
+  EXPECT_EQ(taken("0.1"), std::pair(std::optional(0.1), std::string()));
+  for (const char* text : {"", " 1", "x", "nan", "inf", "-", "1e400", "-1e400"}) {
+    EXPECT_EQ(taken(text), std::pair(std::optional<double>(), std::string(text)));
+  }
+  const std::locale before = std::locale::global(std::locale(std::locale(), new DecimalComma));
+  EXPECT_EQ(taken("1.5,2"), std::pair(std::optional(1.5), std::string(",2")));
+  std::locale::global(before);
 }
 
 // The C library of Linux is exact; seed 26. Operands whose sum nearly cancels are among them.

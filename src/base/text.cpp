@@ -1,7 +1,10 @@
 #include "base/text.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <locale>
+#include <sstream>
 #include <vector>
 
 namespace ferry {
@@ -78,6 +81,17 @@ std::string printable(std::string_view text, std::size_t most) {
     at += std::max<std::size_t>(bytes, 1);
   }
   return out;
+}
+
+std::optional<double> take_number(std::string_view& text) {
+  constexpr std::size_t kMost = 64;
+  std::istringstream in{std::string(text.substr(0, kMost))};
+  in.imbue(std::locale::classic());
+  double number = 0;
+  if (!(in >> std::noskipws >> number) || !std::isfinite(number)) return std::nullopt;
+  text.remove_prefix(in.eof() ? std::min(text.size(), kMost)
+                              : static_cast<std::size_t>(in.tellg()));
+  return number;
 }
 
 }  // namespace ferry

@@ -2,6 +2,7 @@
 #pragma once
 #include <chrono>
 #include <cstddef>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -21,5 +22,9 @@ std::string spell_numbers(std::span<const int> numbers);
 /// Text from another rank, fit for a message: one line of at most `most` bytes, without control
 /// characters, cut between characters.
 std::string printable(std::string_view text, std::size_t most);
+
+/// The finite number that `text` begins with, taken off it; the locale does not matter. Not by
+/// std::from_chars, which in libc++ brings 110 kB of tables into every wheel.
+std::optional<double> take_number(std::string_view& text);
 
 }  // namespace ferry

@@ -1,7 +1,6 @@
 #include "base/wait_notice.hpp"
 
 #include <algorithm>
-#include <charconv>
 #include <cstdio>
 #include <ferry/error.hpp>
 #include <string_view>
@@ -31,11 +30,9 @@ std::string seconds(std::chrono::nanoseconds time) {
 std::chrono::nanoseconds wait_notice_after() {
   const std::string text = environment_variable(kVariable).value_or("");
   if (text.empty()) return kDefault;
-  double number = -1;
-  const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  // Not `number < 0`: it may be no number.
-  if (error != std::errc() || stop != text.data() + text.size() ||
-      !(number >= 0 && number <= kMostSeconds)) {
+  std::string_view rest = text;
+  const double number = take_number(rest).value_or(-1);
+  if (!rest.empty() || number < 0 || number > kMostSeconds) {
     throw Error(ErrorKind::invalid_argument,
                 "environment variable " + std::string(kVariable) + " is \"" +
                     printable(text, kMostShown) +

@@ -38,13 +38,11 @@ inline CLI::Validator whole_number(std::int64_t low, std::int64_t high) {
 inline CLI::Validator seconds(double high) {
   const auto check = [high](const std::string& text) -> std::string {
     double value = 0;
-    const char* const end = text.data() + text.size();
-    const auto [stop, error] = std::from_chars(text.data(), end, value);
-    if (stop != end || error == std::errc::invalid_argument || std::isnan(value)) {
+    if (!CLI::detail::lexical_cast(text, value) || std::isnan(value)) {
       return fmt::format("'{}': must be a number of seconds", text.substr(0, 40));
     }
     if (value < 0) return fmt::format("{}: must be at least 0", text.substr(0, 40));
-    if (error != std::errc() || value > high) {
+    if (value > high) {
       return fmt::format("{}: must be at most {}", text.substr(0, 40), high);
     }
     return "";

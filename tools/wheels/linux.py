@@ -114,6 +114,7 @@ def build_linux_wheel(
         "FERRY_BUNDLED": libraries,
         "FERRY_OFI_INCLUDE": libraries / "include",
         "CMAKE_CXX_FLAGS_RELEASE": "-O2 -DNDEBUG -ffunction-sections -fdata-sections",
+        "CMAKE_MODULE_LINKER_FLAGS": "-Os",  # zig compiles its libc++ at that
         **cuda_settings(kind),
     }
     if stub:
