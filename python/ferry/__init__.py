@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit as _atexit
 import warnings as _warnings
-from typing import TYPE_CHECKING, Any
 
 from ferry import _ferry
 from ferry._ferry import (
@@ -46,7 +45,11 @@ from ferry.logs import set_log
 from ferry.metrics import serve_metrics
 from ferry.results import Combined, Received
 
+# As checkers of types know it; here and elsewhere `typing`, which takes 5 ms, is not imported.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from ferry import jax as jax
     from ferry import tensorflow as tensorflow
     from ferry import torch as torch

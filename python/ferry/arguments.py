@@ -9,12 +9,16 @@ import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from ferry.errors import InvalidArgumentError
 
-P = ParamSpec("P")
-T = TypeVar("T")
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn, ParamSpec, TypeVar
+
+    P = ParamSpec("P")
+    T = TypeVar("T")
+
 
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1

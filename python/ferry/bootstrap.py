@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from ferry import _ferry
 from ferry.arguments import INT32_MAX, flag, integer, refuse, seconds, text
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 Bootstrap = _ferry.Bootstrap
 

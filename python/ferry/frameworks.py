@@ -7,12 +7,14 @@ Both give NumPy arrays of their memory, in the dtypes of ml_dtypes, and take DLP
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
 
 from ferry import _ferry
 from ferry.arguments import refuse
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     import numpy as np
 
 _NAMES = {"jax": "JAX", "tensorflow": "TensorFlow"}

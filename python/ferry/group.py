@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
 
 from ferry import _ferry
 from ferry.arguments import (
@@ -33,8 +32,10 @@ from ferry.tensors import (
 )
 from ferry.trace import GroupTrace, ranged
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pathlib import Path  # which takes some milliseconds to import
+    from typing import Any
 
 FABRICS = {
     "automatic": _ferry.FabricKind.automatic,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 from ferry.errors import DestroyedError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _numbers = itertools.count(1)
 _alive: WeakValueDictionary[int, Any] = WeakValueDictionary()

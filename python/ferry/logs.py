@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from typing import TYPE_CHECKING
 
 from ferry import _ferry
 from ferry.arguments import choice, instance
 from ferry.errors import InvalidArgumentError
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     import logging
 

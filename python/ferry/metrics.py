@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 from ferry.arguments import describe, integer, refuse, text
 from ferry.errors import SystemCallError, UnsupportedError
 from ferry.handles import groups
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _CALLS = {
     "calls": "Calls; of one with a hook, both halves.",

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from types import GenericAlias
 
 from ferry import _ferry
 from ferry.errors import UnsupportedError
 from ferry.tensors import Like, array
 
-ArrayT = TypeVar("ArrayT")
-"""An array of NumPy, torch, CuPy, JAX or TensorFlow: what goes in decides what comes out."""
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Generic, TypeVar
+
+    ArrayT = TypeVar("ArrayT")
+    """An array of NumPy, torch, CuPy, JAX or TensorFlow: what goes in decides what comes out."""
+else:
+    ArrayT = None
+
+    class Generic:
+        """Without `typing`."""
+
+        __class_getitem__ = classmethod(GenericAlias)
 
 
 def summary(name: str, raw: Any, fields: tuple[str, ...], out: Any = None) -> str:

@@ -7,10 +7,11 @@ call u32 tokens, u32 topk, and i32 [tokens, topk]: global expert ids, -1 where a
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pathlib import Path
+    from typing import Any
 
     import numpy as np
     import numpy.typing as npt

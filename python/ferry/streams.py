@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from ferry import _ferry
 from ferry.arguments import describe, integer, refuse
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 HANDLE_MAX = 2**64 - 1
 _MOST_STREAMS = 64

@@ -13,12 +13,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NoReturn
 
 from ferry import _ferry
 from ferry.arguments import choice, describe, integer, refuse
 from ferry.frameworks import array_of, as_numpy
 from ferry.streams import CPU, Place
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 Dtype = _ferry.Dtype
 

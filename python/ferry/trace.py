@@ -9,14 +9,18 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
 
 # json, pathlib, statistics and zlib are imported where they are used: `import ferry` does without.
 from ferry.arguments import refuse, take_new_names
 from ferry.errors import MismatchError
 
-P = ParamSpec("P")
-T = TypeVar("T")
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, ParamSpec, TypeVar
+
+    P = ParamSpec("P")
+    T = TypeVar("T")
+
 
 _ROW = 4096  # bytes of a row in which ranks send what they recorded
 _ROUNDS = 8  # barriers that compare clocks

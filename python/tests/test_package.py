@@ -36,7 +36,7 @@ def test_import_is_quick_and_imports_no_framework() -> None:
         before = set(sys.modules)
         import ferry
         spent = time.process_time() - start
-        slow = {"dataclasses", "inspect", "json", "logging", "pathlib", "traceback"}
+        slow = {"dataclasses", "inspect", "json", "logging", "pathlib", "re", "traceback", "typing"}
         rare = {"ferry." + name for name in ("collectives", "experts", "latency", "vault")}
         new = ({"torch", "numpy", "ml_dtypes"} | slow | rare) & (set(sys.modules) - before)
         assert not new, new
@@ -296,7 +296,7 @@ def test_an_installed_extension_carries_no_debug_sections() -> None:
     assert ".text" in sections
     assert ".debug_info" not in sections and ".symtab" not in sections
     size = extension.stat().st_size
-    assert size < (64 if ferry.has_cuda else 4) << 20  # kernels of four architectures
+    assert size < (64 if ferry.has_cuda else 5) << 20  # kernels of four architectures
 
 
 def test_make_help_names_every_target() -> None:
