@@ -201,7 +201,7 @@ def measure(rank: Rank, skew: int) -> dict[str, Any]:
     rank.place(skew)
     times: dict[str, list[tuple[float, float]]] = {}
     over, fetched = [], []
-    for step in range(args.steps):
+    for step in job.shown(range(args.steps), f"skew {skew}"):
         even, skewed = (routes(args, rank.rank, step, each) for each in (1, skew))
         parts = PARTS if args.parts else ()
         for name in ("uniform", "no skew", "unbalanced", "static", *parts, "balanced"):
@@ -245,7 +245,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     )
     optimizer = torch.optim.Adam([*router.parameters(), *layer.parameters()], lr=0.01)
     before, after, losses = [], [], []
-    for _ in range(args.steps):
+    for _ in job.shown(range(args.steps), "training"):
         kinds = torch.randint(0, experts, (args.tokens,))
         x = centres[kinds] + torch.randn(args.tokens, args.hidden)
         weights, ids = router(x).softmax(1).topk(TOPK)

@@ -51,7 +51,7 @@ def run_rank(args: argparse.Namespace) -> None:
         model = ferry.torch.DistributedDataParallel(Slow(64, 64), ranks)
         sampler = ferry.torch.BalancedSampler(len(x), args.batch, model, every=every)
         times = []
-        for batch in sampler:
+        for batch in job.shown(sampler, f"{name} batches"):
             start = time.perf_counter()
             model.zero_grad()
             (model(x[batch]).pow(2).mean() * sampler.weight(len(batch))).backward()

@@ -217,7 +217,7 @@ class Rank:
         import torch
 
         times: dict[str, list[float]] = {name: [] for name in calls}
-        for sample in range(-self.args.warmup, self.args.iterations):
+        for sample in job.shown(range(-self.args.warmup, self.args.iterations), "exchanges"):
             for name, call in calls.items():
                 took = self.seconds(call, chain)
                 if sample >= 0:
@@ -302,7 +302,7 @@ def measure_plans(rank: Rank) -> dict[str, float]:
         "places": lambda: balancer.places(ids, rank.rank),
     }
     found = {}
-    for name, step in steps.items():
+    for name, step in job.shown(steps.items(), "planning"):
         found[name] = statistics.median(alone(step) for _ in range(rank.args.iterations))
     for ranks, experts in ((4, 256), (8, 256), (16, 256), (32, 256), (64, 384)):
         on_gpu = rank.new_balancer(experts, ranks, 2)

@@ -76,7 +76,8 @@ class Rank:
             from mpi4py import MPI
 
             self.mpi = MPI
-        self.rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
+            os.environ["RANK"] = os.environ["OMPI_COMM_WORLD_RANK"]
+        self.rank = int(os.environ["RANK"])
         self.size = args.ranks
         if args.pin:  # before threads start, which stay there too
             at = self.rank * len(self.cores) // self.size
@@ -178,7 +179,7 @@ def measure(rank: Rank, calls: Calls, rounds: int, words: str) -> dict[str, dict
     cores = len(rank.cores)
     counts: dict[str, int] = {}
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for at in range(-1, rounds):
+    for at in job.shown(range(-1, rounds), words):
         for name, call in calls.items():
             call()
             rank.meet()
@@ -191,8 +192,6 @@ def measure(rank: Rank, calls: Calls, rounds: int, words: str) -> dict[str, dict
                 counts[name] = min(200, max(1, round(0.01 / wall)))
             else:
                 samples[name].append((wall, used))
-        if rank.rank == 0:
-            print(f"\r  {words}: {at + 1}/{rounds}  ", end="", file=sys.stderr, flush=True)
     dist.barrier()
     return {
         name: {
@@ -208,7 +207,7 @@ def show(results: list[dict[str, Any]], others: dict[str, str]) -> None:
     heads = " ".join(
         f"{other + '/' + kind.removesuffix('_us'):>9}" for other, kind in others.items()
     )
-    print(f"\ncall        bytes      contender              wall us     cpu us  {heads}")
+    print(f"call        bytes      contender              wall us     cpu us  {heads}")
     for result in results:
         figures = result["figures"]
         for name, figure in figures.items():

@@ -94,7 +94,7 @@ def measure(rank: Rank, rounds: int) -> dict[str, dict[str, float]]:
 
     cores = len(os.sched_getaffinity(0))
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in rank.models}
-    for at in range(rounds):
+    for _ in job.shown(range(rounds), "rounds"):
         for name in rank.models:
             rank.step(name)
             rank.ranks.barrier()
@@ -107,8 +107,6 @@ def measure(rank: Rank, rounds: int) -> dict[str, dict[str, float]]:
             mine = torch.tensor(took, dtype=torch.float64) / 3
             rank.ranks.all_gather(mine.view(torch.uint8), every.view(torch.uint8))
             samples[name].append((every[:, 0].max().item(), every[:, 1].sum().item() / cores))
-        if rank.ranks.rank == 0:
-            print(f"\r  {at + 1}/{rounds}  ", end="", file=sys.stderr, flush=True)
     base = [cpu for _, cpu in samples["no exchange"]]
     return {
         name: {

@@ -274,7 +274,8 @@ def main() -> None:
     comm = Comm(boot)
     buffer = deep_ep.Buffer(None, 1 << 30, comm=comm, low_latency_mode=True)
     figures: dict[str, dict[str, float]] = {}
-    for name, (ferrys, through, size) in (pairs(args, buffer) | later_pairs(args, comm)).items():
+    every = pairs(args, buffer) | later_pairs(args, comm)
+    for name, (ferrys, through, size) in job.shown(every.items(), "calls"):
         if args.only in name:
             figures[name] = figures_of(measured(args, comm, ferrys, through), size)
     if boot.rank == 0:

@@ -35,6 +35,8 @@ def run(command: list[str], killed_at: int) -> dict[str, object]:
             losses[step] = float(found[3])
             if step > (steps[-1][1] if steps else 0):
                 steps.append((time.monotonic(), step, ranks))
+                if step % 20 == 0:
+                    print(line, end="", file=sys.stderr, flush=True)
     if child.wait() != 0:
         raise SystemExit(f"{command[0]} ended with {child.returncode}")
     death = next(at for at, step, _ in steps if step == killed_at - 1)

@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 
+import job
 import numpy as np
 from observe_cost import median_of
 
@@ -54,7 +55,7 @@ def main() -> None:
     steps = Steps(group, given.tokens)
     steps.block(given.steps, commits=True)
     pairs = []
-    for number in range(given.pairs):
+    for number in job.shown(range(given.pairs), "pairs"):
         first = number % 2 == 0
         times = {commits: steps.block(given.steps, commits) for commits in (first, not first)}
         pairs.append((times[False], times[True]))

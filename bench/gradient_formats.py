@@ -88,7 +88,8 @@ def run_rank(given: argparse.Namespace) -> None:
                 ferry.Collectives(bootstrap, domain_size=DOMAIN, memory_bytes=0) as ranks,
             ):
                 trainer = Compressed(settings, group, ranks, format)
-                losses = [trainer.step(number) for number in range(given.steps)]
+                steps = job.shown(range(given.steps), f"{format}, seed {seed}")
+                losses = [trainer.step(number) for number in steps]
                 held_out = trainer.held_out_loss(settings.held_out_windows)
                 used = ranks.compression()
                 dist.barrier()

@@ -12,11 +12,14 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import plot_figures
+
+T = TypeVar("T")
 
 
 def free_port() -> int:
@@ -79,6 +82,24 @@ def run_exchange(args: argparse.Namespace, run_rank: Callable[[argparse.Namespac
         return launch(ranks)
     run_rank(args)
     return 0
+
+
+def shown(steps: Collection[T], words: str) -> Iterator[T]:
+    """The steps. Rank 0 says on stderr how far they are: on a terminal in place, in a pipe by a
+    line each two seconds."""
+    if os.environ.get("RANK", "0") != "0":
+        yield from steps
+        return
+    terminal, last = sys.stderr.isatty(), time.monotonic()
+    for at, step in enumerate(steps):
+        if terminal:
+            print(f"\r\x1b[K{words}: {at} of {len(steps)}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - last >= 2:
+            last = time.monotonic()
+            print(f"{words}: {at} of {len(steps)}", file=sys.stderr, flush=True)
+        yield step
+    if terminal:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -17,6 +17,8 @@ import statistics
 import subprocess
 import sys
 
+import job
+
 RANK = """
 import sys, time
 import numpy as np
@@ -79,7 +81,7 @@ def measure(
 ) -> list[tuple[float, float]]:
     """(without, with). Processes are started anew now and then: each has a pace of its own."""
     pairs = []
-    for _ in range(options.processes):
+    for _ in job.shown(range(options.processes), how or "nothing"):
         way = Rank(python, options.rounds)
         without = way if base == python else Rank(base, options.rounds)
         for number in range(options.pairs // options.processes):

@@ -287,7 +287,8 @@ class Overlap:
         for _ in range(self.args.warmup):
             self.run(products, exchanges)
         found = []
-        for _ in range(self.args.iterations):
+        words = f"products {products}, exchanges {exchanges}"
+        for _ in job.shown(range(self.args.iterations), words):
             spans, in_time = self.run(products, exchanges)
             if not in_time:
                 raise SystemExit("overlap_timeline: the CPU was late: raise --hold-ms")

@@ -278,7 +278,7 @@ def measure(exchange: Exchange, sample: Callable[[Case], float]) -> list[dict]:
 
     args, cases = exchange.args, exchange.cases()
     times = torch.zeros((args.iterations, len(cases)), dtype=torch.float64, device=exchange.device)
-    for at in range(-args.warmup, args.iterations):
+    for at in job.shown(range(-args.warmup, args.iterations), f"{exchange.tokens} tokens"):
         for i, case in enumerate(cases):
             us = sample(case)
             if at >= 0:

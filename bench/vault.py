@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import job
 import numpy as np
 
 import ferry
@@ -37,7 +38,8 @@ def measure(boot: ferry.Bootstrap, mib: int, results: list[dict[str, float]]) ->
         vault = ferry.Vault(group, ferry.Vault.bytes_of(tensors))
         vault.recover()
         vault.put(0, tensors)
-        for step in range(1, ROUNDS + 1):
+        steps = range(1, ROUNDS + 1)
+        for step in job.shown(steps, "rounds") if group.rank == 0 else steps:
             group.commit(step)
             if group.rank == 0:  # rank 1 waits meanwhile
                 result = {"copy": seconds(lambda: np.copyto(other, state))}
