@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,15 +23,33 @@ def run(*command: str | Path, cwd: Path = ROOT, log: str = "", **variables: str)
     the end of it, when the command fails."""
     words = [str(word) for word in command]
     with (WORK / f"{log}.log").open("w+") if log else tempfile.TemporaryFile("w+") as out:
-        done = subprocess.run(
-            words, cwd=cwd, env=os.environ | variables, stdout=out, stderr=out, check=False
-        )
+        child = subprocess.Popen(words, cwd=cwd, env=os.environ | variables, stdout=out, stderr=out)
+        code = wait_for(child, out.fileno())
         out.seek(0)
         said = out.read()
-    if done.returncode != 0:
+    if code != 0:
         print(*said.splitlines()[-60:], sep="\n", file=sys.stderr)
         sys.exit(f"wheels: failed: {' '.join(words)}")
     return said
+
+
+def wait_for(child: subprocess.Popen[bytes], out: int) -> int:
+    """The exit status. Shows the last line of what the command says meanwhile: on a terminal in
+    place, in a pipe a line each ten seconds."""
+    start, terminal = time.monotonic(), sys.stdout.isatty()
+    while True:
+        try:
+            code = child.wait(1 if terminal else 10)
+        except subprocess.TimeoutExpired:
+            said = os.pread(out, 4096, max(0, os.fstat(out).st_size - 4096))
+            last = said.decode(errors="replace").rstrip().rpartition("\n")[2].strip()
+            words = f"wheels: ... {time.monotonic() - start:.0f} s: {last[:80]}"
+            before, end = ("\r\x1b[K", "") if terminal else ("", "\n")
+            print(f"{before}{words}", end=end, flush=True)
+            continue
+        if terminal:
+            print("\r\x1b[K", end="", flush=True)
+        return code
 
 
 def environment_of(python: Path) -> Path:
