@@ -2,7 +2,7 @@
 
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::barrier_model {
 namespace {
 
 using protocol::Barrier;
@@ -81,4 +81,4 @@ TEST(BarrierModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::barrier_model

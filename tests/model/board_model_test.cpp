@@ -2,7 +2,7 @@
 
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::board_model {
 namespace {
 
 using protocol::Board;
@@ -66,4 +66,4 @@ TEST(BoardModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::board_model

@@ -5,7 +5,7 @@
 #include "protocol/swap.hpp"
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::chunks_model {
 namespace {
 
 using protocol::Channel;
@@ -171,4 +171,4 @@ TEST(ChunksModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::chunks_model

@@ -3,7 +3,7 @@
 
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::command_ring_model {
 namespace {
 
 using protocol::Command;
@@ -89,4 +89,4 @@ TEST(CommandRingModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::command_ring_model

@@ -6,7 +6,7 @@
 #include "protocol/chunks.hpp"
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::copies_model {
 namespace {
 
 using protocol::Channel;
@@ -236,4 +236,4 @@ TEST(CopiesModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::copies_model

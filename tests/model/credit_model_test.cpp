@@ -2,7 +2,7 @@
 
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::credit_model {
 namespace {
 
 using protocol::AwaitTraits;
@@ -151,4 +151,4 @@ TEST(CreditModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::credit_model

@@ -3,7 +3,7 @@
 #include "protocol/swap.hpp"
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::delivery_model {
 namespace {
 
 using protocol::Channel;
@@ -168,4 +168,4 @@ TEST(LoanModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::delivery_model

@@ -16,7 +16,7 @@
 #include "protocol/device_epoch.hpp"
 #include "protocol/membership_statement.hpp"
 
-namespace ferry::model {
+namespace ferry::model::device_epoch_model {
 namespace {
 
 constexpr int kGpuRanks = 3, kLostGpu = 2, kSlots = 4;
@@ -342,4 +342,4 @@ TEST(DeviceEpochModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::device_epoch_model

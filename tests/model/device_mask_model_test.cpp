@@ -5,7 +5,7 @@
 #include "protocol/rejoin.hpp"
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::device_mask_model {
 namespace {
 
 using protocol::Flag;
@@ -343,4 +343,4 @@ TEST(DeviceMaskModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::device_mask_model

@@ -4,7 +4,7 @@
 #include "hash.hpp"
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::device_verdict_model {
 namespace {
 
 using protocol::Flag;
@@ -228,4 +228,4 @@ TEST(DeviceVerdictModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::device_verdict_model

@@ -5,7 +5,7 @@
 #include "protocol/swap.hpp"
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::epoch_model {
 namespace {
 
 using protocol::await_flag;
@@ -145,4 +145,4 @@ TEST(EpochModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::epoch_model

@@ -3,7 +3,7 @@
 #include "protocol/barrier.hpp"
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::failure_broadcast_model {
 namespace {
 
 using protocol::Barrier;
@@ -154,4 +154,4 @@ TEST(FailureBroadcast, PacksAndUnpacks) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::failure_broadcast_model

@@ -7,7 +7,7 @@
 #include "protocol/rejoin.hpp"
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::mask_model {
 namespace {
 
 using protocol::AwaitTraits;
@@ -319,4 +319,4 @@ TEST(MaskModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::mask_model

@@ -7,7 +7,7 @@
 
 #include "membership_world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::membership_model {
 namespace {
 
 using protocol::Generation;
@@ -290,4 +290,4 @@ TEST(Membership, TwoThousandSeats) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::membership_model

@@ -3,7 +3,7 @@
 
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::packets_model {
 namespace {
 
 using protocol::Channel;
@@ -106,4 +106,4 @@ TEST(PacketsModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::packets_model

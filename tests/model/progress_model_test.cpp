@@ -3,7 +3,7 @@
 // is; one, a GPU without bulk copies, sends scales after its rows and tells nothing.
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::progress_model {
 namespace {
 
 using protocol::Flag;
@@ -183,4 +183,4 @@ TEST(ProgressModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::progress_model

@@ -4,7 +4,7 @@
 
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::rejoin_model {
 namespace {
 
 using protocol::Channel;
@@ -120,4 +120,4 @@ TEST(RejoinModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::rejoin_model

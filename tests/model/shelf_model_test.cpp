@@ -2,7 +2,7 @@
 
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::shelf_model {
 namespace {
 
 using protocol::Flag;
@@ -78,4 +78,4 @@ TEST(ShelfModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::shelf_model

@@ -3,7 +3,7 @@
 
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::sleep_model {
 namespace {
 
 using protocol::Flag;
@@ -173,4 +173,4 @@ TEST(SleepModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::sleep_model

@@ -2,7 +2,7 @@
 
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::swap_model {
 namespace {
 
 using protocol::AwaitTraits;
@@ -103,4 +103,4 @@ TEST(CountedSignalModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::swap_model

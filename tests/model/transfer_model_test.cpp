@@ -3,7 +3,7 @@
 // kernel that receives tag 0 has two blocks.
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::transfer_model {
 namespace {
 
 using protocol::Flag;
@@ -199,4 +199,4 @@ TEST(TransferModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::transfer_model

@@ -5,7 +5,7 @@
 #include "protocol/chunks.hpp"
 #include "world.hpp"
 
-namespace ferry::model {
+namespace ferry::model::windows_model {
 namespace {
 
 using protocol::Channel;
@@ -232,4 +232,4 @@ TEST(WindowsModel, MutantsAreCaught) {
 }
 
 }  // namespace
-}  // namespace ferry::model
+}  // namespace ferry::model::windows_model
