@@ -125,7 +125,10 @@ def read_spills(said: str) -> dict[str, int]:
     return found
 
 
-def compile_source(nvcc: str, root: Path, source: Path, architecture: int, *extra: str) -> Compiled:
+def compile_source(
+    nvcc: str, root: Path, source: Path, architectures: tuple[int, ...], *extra: str
+) -> list[Compiled]:
+    """PTX for the first architecture, which the assembler then takes for each of them."""
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
         includes = (f"-I{root / 'src'}", f"-I{root / 'include'}")
@@ -138,8 +141,24 @@ def compile_source(nvcc: str, root: Path, source: Path, architecture: int, *extr
                 raise RuntimeError(f"{source.name}: {' '.join(done.args)}\n{done.stderr[-2000:]}")
             return done.stderr + done.stdout
 
-        run(*FLAGS, *includes, f"-arch=compute_{architecture}", "-ptx", source, "-o", ptx)
-        said = run(
-            f"-arch=sm_{architecture}", *extra, "-Xptxas=-v", "-cubin", ptx, "-o", os.devnull
-        )
-        return Compiled(source.name, architecture, ptx.read_text(), read_spills(said))
+        run(*FLAGS, *includes, f"-arch=compute_{architectures[0]}", "-ptx", source, "-o", ptx)
+        text = ptx.read_text()
+        assemble = (*extra, "-Xptxas=-v", "-cubin", ptx, "-o", os.devnull)
+        return [
+            Compiled(source.name, sm, text, read_spills(run(f"-arch=sm_{sm}", *assemble)))
+            for sm in architectures
+        ]
+
+
+def asked_architectures(source: Path, root: Path) -> set[int]:
+    """What a source and all that it includes of ours compare __CUDA_ARCH__ with."""
+    seen: set[Path] = set()
+    left = [source]
+    while left:
+        file = left.pop()
+        if file in seen or not file.exists():
+            continue
+        seen.add(file)
+        left += [root / "src" / name for name in re.findall(r'#include "(.+)"', file.read_text())]
+    texts = [file.read_text() for file in seen]
+    return {int(n) for t in texts for n in re.findall(r"__CUDA_ARCH__\s*[<>=]+\s*(\d+)", t)}
