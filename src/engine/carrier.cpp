@@ -47,6 +47,10 @@ void Carrier::tell_waits(int peer, protocol::Epoch epoch, int seat, const Said& 
   send(peer, {Kind::waits, static_cast<std::uint64_t>(seat), epoch, said}, card);
 }
 
+void Carrier::tell_memory(int peer, std::uint64_t ticket, std::span<const std::byte> card) {
+  send(peer, {Kind::memory, static_cast<std::uint64_t>(rank_), ticket, {}}, card);
+}
+
 void Carrier::leave() {
   Said said;
   read_statement(control_, layout_, said);
@@ -93,6 +97,13 @@ std::optional<Carrier::Waiting> Carrier::waiting(int seat) {
   return seats_[static_cast<std::size_t>(seat)].waiting;
 }
 
+std::optional<std::vector<std::byte>> Carrier::memory(int peer, std::uint64_t ticket) {
+  const std::scoped_lock lock(mutex_);
+  const Seat& seat = seats_[static_cast<std::size_t>(peer)];
+  if (seat.memory_for != ticket) return std::nullopt;
+  return seat.memory;
+}
+
 void Carrier::seat(int seat, std::uint64_t ticket) {
   const std::scoped_lock lock(mutex_);
   Seat& there = seats_[static_cast<std::size_t>(seat)];
@@ -117,6 +128,7 @@ bool Carrier::sound(int peer, const Text& text) const {
     case Kind::statement: return seat == peer && said.epoch != 0;
     case Kind::last: return domains_.together(seat, peer);
     case Kind::evicted: return seat == rank_ && said.epoch != 0;
+    case Kind::memory: return seat == peer;
     case Kind::waits: return domains_.together(seat, peer) && said.epoch == 0 && said.ticket != 0;
   }
   return false;
@@ -136,6 +148,10 @@ void Carrier::take(Seat& seat, const Text& text, std::span<const std::byte> card
       waiting = {text.about, said, {card.begin(), card.end()}};
       return;
     }
+    case Kind::memory:
+      seat.memory_for = text.about;
+      seat.memory.assign(card.begin(), card.end());
+      return;
     case Kind::last:
       if (text.about == seat.ticket) seat.last = said;
       return;
@@ -157,7 +173,8 @@ void Carrier::take(int peer, std::span<const std::byte> bytes) {
     std::memcpy(&text, bytes.data(), sizeof text);
     const auto card = bytes.subspan(sizeof text);
     const bool sent_on = text.kind == Kind::waits && text.seat != static_cast<std::uint64_t>(peer);
-    if (!sound(peer, text) || card.empty() == sent_on) return;
+    const bool has_card = sent_on || text.kind == Kind::memory;
+    if (!sound(peer, text) || card.empty() == has_card) return;
     const std::scoped_lock lock(mutex_);
     take(seats_[text.seat], text, card);
   } else {

@@ -36,6 +36,9 @@ class Carrier {
   /// does, without a card. `epoch`: in which it may be taken in.
   void tell_waits(int peer, protocol::Epoch epoch, int seat, const Said& said,
                   std::span<const std::byte> card);
+  /// To a process with that ticket, which has a seat from now on: how this rank's memory is reached
+  /// now. It may have grown since it answered that process.
+  void tell_memory(int peer, std::uint64_t ticket, std::span<const std::byte> card);
   /// Of a rank of this domain that has ended: what it said last.
   void tell_last(int peer, int seat, const Said& said);
   /// This rank has left, and says nothing more: the same of itself, to all far ranks.
@@ -57,15 +60,18 @@ class Carrier {
   /// The same, as it says itself.
   std::optional<Waiting> asks(int seat);
 
+  /// What a far rank told of its memory, to the process with this ticket.
+  std::optional<std::vector<std::byte>> memory(int peer, std::uint64_t ticket);
+
   /// From now on the seat is the process with this ticket: nothing counts that another one said.
   void seat(int seat, std::uint64_t ticket);
 
  private:
-  enum class Kind : std::uint64_t { statement = 1, last = 2, evicted = 3, waits = 4 };
+  enum class Kind : std::uint64_t { statement = 1, last = 2, evicted = 3, waits = 4, memory = 5 };
   struct Text {
     Kind kind{};
     std::uint64_t seat = 0;
-    std::uint64_t about = 0;  // last: the ticket of who had the seat; waits: the epoch
+    std::uint64_t about = 0;  // last: the ticket of who had the seat; waits: the epoch; memory: whose
     Said said{};
   };
   struct Seat {
@@ -75,6 +81,8 @@ class Carrier {
     std::uint64_t ticket = 0;  // of the process that has the seat
     std::optional<Waiting> waiting{};
     std::optional<Waiting> asks{};
+    std::uint64_t memory_for = 0;  // a ticket
+    std::vector<std::byte> memory{};
   };
 
   Carrier(fabric::Fabric& fabric, const Domains& domains, std::byte* control,

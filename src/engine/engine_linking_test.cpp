@@ -47,6 +47,9 @@ class FakeNetwork final : public fabric::Fabric {
 
   bool carries_texts() const noexcept override { return true; }
   void set_on_text(OnText on_text) override { on_text_ = std::move(on_text); }
+  void send_text(int peer, std::span<const std::byte> text) override {
+    std::memcpy(&told_[peer], text.data(), sizeof(std::uint64_t));
+  }
   void link(int peer, std::span<const std::byte> card, std::uint64_t epoch,
             const std::array<std::uint64_t, 2>&) override {
     if (refuses_) throw Error(ErrorKind::mismatch, "such a card cannot be");
@@ -85,6 +88,7 @@ class FakeNetwork final : public fabric::Fabric {
   std::map<int, std::uint64_t> knocks_{};  // the last ticket
   std::map<int, std::vector<std::byte>> attached_{};
   std::map<int, fabric::Place> places_{};
+  std::map<int, std::uint64_t> told_{};  // the kind of the last text
 };
 
 /// The form of what a carrier sends (carrier.hpp).
@@ -92,7 +96,7 @@ struct Text {
   std::uint64_t kind = 0, seat = 0, about = 0;
   Said said{};
 };
-constexpr std::uint64_t kStatement = 1, kLast = 2, kEvicted = 3, kWaits = 4;
+constexpr std::uint64_t kStatement = 1, kLast = 2, kEvicted = 3, kWaits = 4, kMemory = 5;
 
 struct Rank {
   GroupConfig config;
@@ -330,6 +334,9 @@ struct Knocks : Links {
     rank.network.knocks_[from] = ticket;
     rank.network.messages_[{from, ticket}] = {{Channel::kJoining, own_ticket}, bytes_of(card)};
   }
+  void tells_memory(int from, std::uint64_t ticket, const std::string& card) {
+    rank.comes(from, {kMemory, static_cast<std::uint64_t>(from), ticket, {}}, card);
+  }
   /// And forgets that it did.
   bool links(int peer, const std::string& card, std::uint64_t since) {
     const auto linked = std::exchange(rank.network.linked_[peer], {});
@@ -348,7 +355,9 @@ TEST(Linking, WhoeverKnocksIsLinkedBeforeItHasItsSeat) {
   EXPECT_EQ(links.linking.answer(2), kTicket);
   EXPECT_TRUE(links.links(2, "", kTicket)) << "once";
   links.linking.begin(2, view_of(5, 2, kTicket), kTicket);
+  EXPECT_EQ(links.rank.network.told_[2], 0u);
   EXPECT_EQ(links.advance(), std::vector<int>{2});
+  EXPECT_EQ(links.rank.network.told_[2], kMemory) << "it may have grown since";
   EXPECT_TRUE(links.links(2, "", kTicket)) << "as it is";
   EXPECT_EQ(links.linking.since(2), 5u);
   EXPECT_EQ(links.linking.joined_at(2), 11u);
@@ -384,7 +393,12 @@ TEST(Linking, AProcessKnocksAtAllWhoseCardsItFinds) {
   EXPECT_EQ(links.rank.network.attached_[2], bytes_of("two, grown"));
   links.linking.begin(2, view_of(5, 0, kTicket), 0);
   links.linking.begin(3, view_of(5, 0, kTicket), 0);
+  links.tells_memory(2, kTicket + 4, "to another process");
+  EXPECT_EQ(links.advance(), None());
+  links.tells_memory(2, kTicket, "two, grown again");
+  links.tells_memory(3, kTicket, "three");
   EXPECT_EQ(links.advance(), (std::vector<int>{2, 3}));
+  EXPECT_EQ(links.rank.network.attached_[2], bytes_of("two, grown again"));
   EXPECT_TRUE(links.links(2, "", kTicket)) << "as they are";
   EXPECT_EQ(links.linking.joined_at(3), 7u);
 }
@@ -412,6 +426,7 @@ TEST(Linking, OfTwoThatKnockAtEachOtherTheLowerSeatsTicketCounts) {
   EXPECT_EQ(links.advance(), None());
   EXPECT_TRUE(links.links(2, "", kTicket)) << "not under its ticket";
   links.rank.network.messages_[{2, kTicket}] = {{Channel::kJoining, kTicket + 2}, bytes_of("two")};
+  links.tells_memory(2, kTicket, "two");
   EXPECT_EQ(links.advance(), std::vector<int>{2});
 }
 

@@ -73,6 +73,7 @@ bool Linking::try_link(int seat, Seat& there) {
       (!knocked || seat < channel_.rank())) {
     if (door(seat).ticket != there.ticket) link(seat, knock->message.card, there.ticket);
     there.since = there.ticket;
+    carrier_->tell_memory(seat, there.ticket, fabric_.card());
     return true;
   }
   if (knocked) return false;
@@ -82,19 +83,29 @@ bool Linking::try_link(int seat, Seat& there) {
   return true;
 }
 
+/// A rank that this one has knocked at says it once more when both are in one view.
+bool Linking::knows_memory(int seat, const Seat& there) {
+  if (ticket_ == 0 || there.since != ticket_) return true;
+  const auto card = carrier_->memory(seat, ticket_);
+  if (!card) return false;
+  fabric_.attach_card(seat, *card);
+  check_control(seat);
+  return true;
+}
+
 std::vector<int> Linking::advance(const Member::Seats& live, Member::Seats& failed) {
   std::vector<int> done;
   if (!any_) return done;
   for (int seat = live.next(); seat >= 0; seat = live.next(seat + 1)) {
     Seat& there = seats_[static_cast<std::size_t>(seat)];
+    std::optional<fabric::Fabric::LinkMessage> link_message;
     try {
       if (there.state == State::waits && try_link(seat, there)) there.state = State::told;
+      if (there.state != State::told || !knows_memory(seat, there)) continue;
+      link_message = fabric_.link_message(seat, there.since);
     } catch (const Error&) {
       failed.add(seat);
-      continue;
     }
-    if (there.state != State::told) continue;
-    const auto link_message = fabric_.link_message(seat, there.since);
     if (!link_message) continue;
     if (there.ticket == 0) {  // this rank has joined, and learns how the seat did
       const std::uint64_t at = link_message->words[0];  // in the epoch before, or it is in this one

@@ -30,6 +30,9 @@ class Linking {
   protocol::Epoch since(int seat) const { return at(seat).epoch; }
   /// The step that was committed when it joined, plus 1, or Channel::kJoining; 0: a founder.
   std::uint64_t joined_at(int seat) const { return at(seat).joined_at; }
+  void forget_joined() {
+    for (Seat& seat : seats_) seat.joined_at = 0;
+  }
   bool any() const { return any_; }
   /// Whether another process had a seat before the one that has it, and could write here: what it
   /// has sent may still be under way.
@@ -75,6 +78,7 @@ class Linking {
   const Seat& at(int seat) const { return seats_[static_cast<std::size_t>(seat)]; }
   Door& door(int seat) { return doors_[static_cast<std::size_t>(seat)]; }
   bool try_link(int seat, Seat& there);
+  bool knows_memory(int seat, const Seat& there);
   void link(int seat, std::span<const std::byte> card, std::uint64_t since);
   void check_control(int seat) const;
 
