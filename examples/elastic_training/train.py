@@ -55,10 +55,10 @@ class Trainer:
             deadline=self.deadline,
             memory_bytes=1 << 20,
         )
-        step = self.vault.recover()
         self.placement = ferry.ExpertPlacement(experts=EXPERTS, ranks=self.group.size, slots=SLOTS)
         self.placement.balance(view.ranks)
         mine = sorted(set(self.placement.held_by(self.group.rank)) - {-1})
+        step = self.vault.recover(mine)
         if step is None:  # everybody begins with the same
             first = np.random.default_rng(1).normal(size=(EXPERTS, HIDDEN))
             self.weights = {expert: first[expert] for expert in mine}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ferry import _ferry
@@ -76,7 +76,8 @@ def _all_parts(call: str, tensors: Any) -> list[_ferry.VaultPart]:
 
 class Vault:
     """Versions of the state of all ranks of a group. What a rank puts lies in the registered memory
-    of the next rank of the view, which keeps it when the rank dies. On all ranks:
+    of the next rank of the view, which keeps it when the rank dies; in a group of several domains a
+    copy lies in the next domain, so that a host may vanish. On all ranks:
 
     1. `recover` once at first, and after each `Group.regroup`, also in a process that joined. It
        says which version all have whole; each rank takes its tensors from there with `get`.
@@ -85,8 +86,9 @@ class Vault:
 
     A rank that dies while it puts leaves the version before, on all ranks alike. Two versions of
     each rank are kept: 2 * version_bytes, rounded up to 64, + 64 bytes of registered memory on each
-    rank, and as much again on the keeper of a lost rank as long as its state is kept. The memory
-    grows if need be. A rank that dies together with the one that keeps its state takes it along.
+    rank (twice that in several domains, and more where a smaller domain keeps for a larger one),
+    and as much again on the keeper of a lost rank as long as its state is kept. The memory grows if
+    need be. A rank that dies together with the one that keeps its state takes it along.
 
     Tensors are arrays of NumPy or torch in CPU memory, dense and contiguous, of any dtype whose
     elements are plain bytes in this machine's order; no fields, masks, scales, or lazy views. One
@@ -108,13 +110,19 @@ class Vault:
         """Of a version: 64 + the sum of 128 + its bytes, rounded up to 64, of each tensor."""
         return _ferry.Vault.bytes_of(_all_parts("bytes_of", tensors))
 
-    def recover(self) -> int | None:
+    def recover(self, wanted: Iterable[int] = ()) -> int | None:
         """Collective. The newest step for which all ranks, those lost since too, have put all they
         had; from here on it is the group's committed step. None: there is none. What a lost rank
         had put is kept until those that are left have put two versions. Raises `MismatchError` on
         all ranks, and drops nothing, when ranks have skipped puts and no step is left that all
-        have."""
-        return self._raw.recover()
+        have.
+
+        wanted: keys that this rank will `get`. Those that lie in other domains come over the
+        network now, into registered memory that is free again from the next put on; without several
+        domains it changes nothing. Keys that nobody has put are ignored.
+        """
+        keys = [integer("recover: wanted", key, -INT64_MAX, INT64_MAX) for key in wanted]
+        return self._raw.recover(keys)
 
     def keys(self) -> list[int]:
         """The keys of the version that `recover` named, of all ranks, ascending."""
@@ -122,15 +130,17 @@ class Vault:
 
     def get(self, key: int, out: Any | Sequence[Any]) -> None:
         """Copies the tensors of a key of that version into `out`, one or a list, whichever rank has
-        put them; this rank's own first, else the lowest's. Not collective; between `recover` and
-        this rank's next `commit`. Raises `InvalidArgumentError` unless they are as many, of the
-        same dtypes and shapes."""
+        put them; this rank's own first, else the lowest's (of its own domain, if one there has
+        any). Not collective; between `recover` and this rank's next `commit`. Raises
+        `InvalidArgumentError` unless they are as many, of the same dtypes and shapes, and for a key
+        of another domain that `recover` was not given."""
         number = integer("get: key", key, -INT64_MAX, INT64_MAX)
         self._raw.get(number, _parts("get", number, out, True))
 
     def put(self, step: int, tensors: Mapping[int, Any]) -> None:
         """Copies tensors to the rank that keeps them: one pass over their bytes. Not collective,
-        and waits for nobody.
+        and waits for nobody. In several domains it is collective: it copies them here, then to the
+        keeper, and returns when the copies that this rank keeps have come.
 
         step: the one that was committed last, or 0 before any. tensors: from keys to a tensor or a
         list of them, for example {expert: [weights, momentum]}. Raises `ExhaustedError` when they

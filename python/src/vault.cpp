@@ -43,7 +43,9 @@ void bind_vault(nb::module_& m) {
              new (self) HeldVault(Vault(group.get(), version_bytes));
            })
       .def("recover",
-           [](const HeldVault& vault) { return without_gil([&] { return vault->recover(); }); })
+           [](const HeldVault& vault, const std::vector<std::int64_t>& wanted) {
+             return without_gil([&] { return vault->recover(wanted); });
+           })
       .def("keys",
            [](const HeldVault& vault) { return without_gil([&] { return vault->keys(); }); })
       .def("get",

@@ -3,6 +3,7 @@ test_elastic_training."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -58,6 +59,45 @@ def test_a_rank_that_left_is_there_for_the_others() -> None:
         group.destroy()
 
     run_threads(3, rank)
+
+
+def test_a_domain_that_left_is_there_for_the_others() -> None:
+    bootstraps = ferry.threads(4)
+
+    def rank(number: int) -> None:
+        try:
+            group = ferry.Group(
+                bootstraps[number], experts=4, deadline=20, domain_size=2, network="ofi"
+            )
+        except ferry.UnsupportedError as error:
+            pytest.skip(str(error))
+        mine = np.full(5, number)
+        vault = ferry.Vault(group, ferry.Vault.bytes_of({number: mine}))
+        vault.recover()
+        vault.put(0, {number: mine})
+        group.commit(1)
+        vault.put(1, {number: mine + 10})
+        with contextlib.suppress(ferry.PeerLeftError):
+            group.barrier()
+        if number >= 2:
+            group.destroy()
+            return
+        while group.view().ranks != [0, 1]:
+            with pytest.raises(ferry.PeerLeftError):
+                while True:
+                    group.barrier()
+            group.regroup()
+        assert vault.recover([2, 3] if number == 0 else iter([2])) == 1
+        assert vault.keys() == [0, 1, 2, 3]
+        for key in (0, 1, 2):
+            vault.get(key, mine)
+            assert (mine == key + 10).all()
+        with pytest.raises(ferry.InvalidArgumentError, match="recover: wanted"):
+            vault.recover([2.5])  # type: ignore[list-item]
+        group.barrier()
+        group.destroy()
+
+    run_threads(4, rank)
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -31,8 +31,8 @@ Vault::Vault(Group& group, std::size_t version_bytes) {
                      [&] { return Access::engine(group)->make_vault(version_bytes); });
 }
 
-std::optional<std::uint64_t> Vault::recover() {
-  return there(engine_, "recover").recover();
+std::optional<std::uint64_t> Vault::recover(std::span<const std::int64_t> wanted) {
+  return there(engine_, "recover").recover(wanted);
 }
 std::vector<std::int64_t> Vault::keys() const {
   return there(engine_, "keys").keys();

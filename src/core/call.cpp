@@ -29,12 +29,13 @@ const char* name_of(CallKind kind) {
     case CallKind::regroup: return "regroup";
     case CallKind::commit: return "commit";
     case CallKind::recover: return "recover";
+    case CallKind::put: return "put";
   }
   return "an unknown call";
 }
 
 CallKind call_named(std::string_view name) {
-  for (std::uint32_t i = 1; i <= static_cast<std::uint32_t>(CallKind::recover); ++i) {
+  for (std::uint32_t i = 1; i <= static_cast<std::uint32_t>(CallKind::put); ++i) {
     if (name == name_of(static_cast<CallKind>(i))) return static_cast<CallKind>(i);
   }
   return CallKind::none;
@@ -136,8 +137,9 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
   if (mine.kind == CallKind::commit) {
     return first.of("step", theirs.commit.step, mine.commit.step, kNumber).words();
   }
-  if (mine.kind == CallKind::recover) {
+  if (mine.kind == CallKind::recover || mine.kind == CallKind::put) {
     return first.of("version_bytes", theirs.vault.version_bytes, mine.vault.version_bytes, kNumber)
+        .of("step", theirs.vault.step, mine.vault.step, kNumber)
         .words();
   }
   const bool collective = mine.kind >= CallKind::all_reduce;

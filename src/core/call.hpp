@@ -29,7 +29,8 @@ enum class CallKind : std::uint32_t {
   window,
   regroup,  ///< swaps nothing; for `CallWord`
   commit,
-  recover,  ///< of a vault
+  recover,  ///< of a vault, as the next
+  put,
 };
 
 const char* name_of(CallKind kind);
@@ -105,10 +106,11 @@ struct CommitTerms {
   std::uint64_t reserved[3];
 };
 
-/// Of Vault::recover.
+/// Of Vault::recover and, across domains, Vault::put.
 struct VaultTerms {
   std::uint64_t version_bytes;
-  std::uint64_t reserved[3];
+  std::uint64_t step;  ///< of put
+  std::uint64_t reserved[2];
 };
 
 /// Everything about a call that must be the same on all ranks. Trivially copyable, without padding:

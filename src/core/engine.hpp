@@ -41,7 +41,7 @@ class LatencyEngine {
 class VaultEngine {
  public:
   virtual ~VaultEngine() = default;
-  virtual std::optional<std::uint64_t> recover() = 0;
+  virtual std::optional<std::uint64_t> recover(std::span<const std::int64_t> wanted) = 0;
   virtual std::vector<std::int64_t> keys() const = 0;
   virtual void get(std::int64_t key, std::span<const VaultTarget> into) const = 0;
   virtual void put(std::uint64_t step, std::span<const VaultPart> parts) = 0;

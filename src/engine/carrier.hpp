@@ -71,7 +71,8 @@ class Carrier {
   struct Text {
     Kind kind{};
     std::uint64_t seat = 0;
-    std::uint64_t about = 0;  // last: the ticket of who had the seat; waits: the epoch; memory: whose
+    std::uint64_t about =
+        0;  // last: the ticket of who had the seat; waits: the epoch; memory: whose
     Said said{};
   };
   struct Seat {

@@ -51,6 +51,8 @@ class Regroup {
   bool one_waits();
   /// Those of `epoch` that have joined since its step was committed.
   std::vector<int> joined(const Epoch& epoch) const;
+  /// All far ranks have the group's state, also those that have joined since that step.
+  void forget_joined() { linking_.forget_joined(); }
   /// Whether a seat was ever taken by another process.
   bool ever_seated() const { return seating_.ever_seated() || linking_.any(); }
   /// Whether a rank that was lost may still write to this one's memory.

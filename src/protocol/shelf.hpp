@@ -2,6 +2,7 @@
 // The rank may die at any moment while it writes: what has a number is whole.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -54,6 +55,28 @@ class Shelf {
     }
   }
 
+  /// Of each entry.
+  std::array<std::uint64_t, Traits::kEntries> numbers() const {
+    std::array<std::uint64_t, Traits::kEntries> all{};
+    for (std::uint64_t entry = 0; entry < Traits::kEntries; ++entry) {
+      all[entry] = number(entry).load(order::acquire);
+    }
+    return all;
+  }
+  /// The one that `begin` takes next, of a shelf whose entries have these numbers.
+  static constexpr std::uint64_t next_of(
+      const std::array<std::uint64_t, Traits::kEntries>& numbers) {
+    std::uint64_t least = 0;
+    for (std::uint64_t entry = 1; entry < Traits::kEntries; ++entry) {
+      if (numbers[entry] < numbers[least]) least = entry;
+    }
+    return least;
+  }
+  /// Where an entry lies on a shelf.
+  static constexpr std::size_t offset_of(std::uint64_t entry, std::size_t entry_bytes) {
+    return kLine + static_cast<std::size_t>(entry) * entry_bytes;
+  }
+
   /// 0: there is none.
   std::uint64_t newest() const {
     std::uint64_t most = 0;
@@ -84,16 +107,14 @@ class Shelf {
   Flag number(std::uint64_t entry) const {
     return Flag{reinterpret_cast<std::uint64_t*>(base_) + entry};
   }
-  std::byte* data(std::uint64_t entry) const {
-    return base_ + kLine + static_cast<std::size_t>(entry) * entry_bytes_;
-  }
+  std::byte* data(std::uint64_t entry) const { return base_ + offset_of(entry, entry_bytes_); }
   std::uint64_t older() const {
+    std::array<std::uint64_t, Traits::kEntries> all{};
     // relaxed: this thread wrote them.
-    std::uint64_t least = 0;
-    for (std::uint64_t entry = 1; entry < Traits::kEntries; ++entry) {
-      if (number(entry).load(order::relaxed) < number(least).load(order::relaxed)) least = entry;
+    for (std::uint64_t entry = 0; entry < Traits::kEntries; ++entry) {
+      all[entry] = number(entry).load(order::relaxed);
     }
-    return least;
+    return next_of(all);
   }
 
   std::byte* base_;

@@ -1,5 +1,6 @@
 // Ranks that put versions, die at any moment and recover: all orders of these events, over real
-// shelves. What the engine does with them (host/throughput/vault.cpp) is here in short.
+// shelves. What the engine does with them (host/throughput/vault.cpp, vault_domains.cpp) is here in
+// short. Each seat stands for a domain where the vault is one across domains.
 #include "protocol/shelf.hpp"
 
 #include <gtest/gtest.h>
@@ -7,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -34,7 +36,12 @@ struct Sound : ShelfTraits, AgreedTraits {
   static constexpr bool kCopiesToNewKeeper = true;
   static constexpr bool kCountsAgreed = true;
   static constexpr bool kAsksWhetherSettled = true;
+  /// Domains: a rank has a shelf in its own memory, too, and a put ends with its keeper's copy.
+  static constexpr bool kAcross = false;
+  static constexpr bool kPutsEndWithCopies = true;
 };
+
+using Memory = std::array<std::uint64_t, 16>;
 
 /// A shelf, and the processes that it concerns; 0: nobody. Nothing here has padding: states are
 /// compared by their bytes.
@@ -42,7 +49,7 @@ struct Kept {
   std::int64_t owner, owner_process, keeper, keeper_process;
   std::uint64_t at;
   std::int64_t settled, dropped;
-  std::array<std::uint64_t, 16> memory;
+  Memory memory;
 };
 
 constexpr int kMostShelves = 12;
@@ -53,10 +60,12 @@ struct Seat {
   std::int64_t counts;   // has recovered
   std::uint64_t items;   // whose tensors it has
   std::uint64_t agreed;
-  std::int64_t put;    // it has put this step
+  std::int64_t put;    // this step: 1: on its own shelf, across domains; kPut: it has
   std::int64_t puts;   // since it recovered
-  std::int64_t shelf;  // where it puts
+  std::int64_t shelf;  // where it puts; across domains where its keeper does. -1: nowhere
+  Memory own;          // its shelf, across domains
 };
+constexpr std::int64_t kPut = 2;
 
 struct State {
   std::array<Seat, kSeats> seats;
@@ -86,10 +95,11 @@ class Search {
 
  private:
   static std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
-  static Seat seat(std::int64_t process) { return {process, 0, 0, 0, 0, 0, -1}; }
-  static Shelf<Traits> shelf(Kept& kept) {
-    return {reinterpret_cast<std::byte*>(kept.memory.data()), kEntryBytes};
+  static Seat seat(std::int64_t process) { return {process, 0, 0, 0, 0, 0, -1, {}}; }
+  static Shelf<Traits> shelf(Memory& memory) {
+    return {reinterpret_cast<std::byte*>(memory.data()), kEntryBytes};
   }
+  static Shelf<Traits> shelf(Kept& kept) { return shelf(kept.memory); }
   static bool alive(const State& s, std::int64_t seat, std::int64_t process) {
     return process != 0 && s.seats[index(seat)].process == process;
   }
@@ -112,8 +122,8 @@ class Search {
       const Seat& one = s.seats[index(r)];
       lost = lost || (one.process == 0 && one.counts != 0);
       if (one.process == 0) continue;
-      all_put = all_put && one.put != 0;
-      const bool may_put = one.put == 0 && s.broken == 0, may_die = s.deaths < 2;
+      all_put = all_put && (one.put == kPut || (one.put == 1 && !Traits::kPutsEndWithCopies));
+      const bool may_put = one.put != kPut && s.broken == 0, may_die = s.deaths < 2;
       if (may_put) put(s, r, false);
       if (may_put && may_die) put(s, r, true);
       if (may_die) die(s, r);
@@ -130,22 +140,40 @@ class Search {
   }
   void die(State s, int r) {
     ++s.deaths;
-    s.seats[index(r)] = {0, 1, 0, 0, 0, 0, -1};  // `counts` until the others have recovered
+    s.seats[index(r)] = {0, 1, 0, 0, 0, 0, -1, {}};  // `counts` until the others have recovered
     visit(s);
   }
   /// All of it, or the half, and the rank dies.
   void put(State s, int r, bool dies) {
     Seat& one = s.seats[index(r)];
     const Content content{s.commit_of[s.step + 1], one.items};
+    if (Traits::kAcross && one.put == 0) {
+      if (dies) return die(s, r);
+      write(shelf(one.own), content, s.step + 1);
+      if (one.shelf >= 0) shelf(s.kept[index(one.shelf)]).begin();  // its keeper's part
+      one.put = 1;
+      return visit(s);
+    }
+    if (one.shelf < 0) return end_put(s, r);  // it is alone
     const Shelf<Traits> there = shelf(s.kept[index(one.shelf)]);
     std::byte* at = there.begin();
     std::memcpy(at, &content, sizeof(content));
     if (dies) return die(s, r);
     std::memcpy(at + sizeof(content), &content, sizeof(content));
     there.publish(s.step + 1);
+    end_put(s, r);
+  }
+  void end_put(State& s, int r) {
+    Seat& one = s.seats[index(r)];
     if (one.puts < 2 && ++one.puts == 2) drop_former(s, r);
-    one.put = 1;
+    one.put = kPut;
     visit(s);
+  }
+  static void write(const Shelf<Traits>& there, const Content& content, std::uint64_t version) {
+    std::byte* at = there.begin();
+    for (int half = 0; half < 2; ++half)
+      std::memcpy(at + half * sizeof(content), &content, sizeof(content));
+    there.publish(version);
   }
   static void drop_former(State& s, int keeper) {
     for (int i = 0; i < kMostShelves; ++i) {
@@ -202,7 +230,9 @@ class Search {
     std::vector<Versions> all;
     for (Seat& one : s.seats) {
       if (one.process == 0) continue;
-      const std::uint64_t own = one.shelf < 0 ? 0 : shelf(s.kept[index(one.shelf)]).newest();
+      const std::uint64_t own = Traits::kAcross ? shelf(one.own).newest()
+                                : one.shelf < 0 ? 0
+                                                : shelf(s.kept[index(one.shelf)]).newest();
       all.push_back({one.counts != 0, std::max(own, at_least(one))});
     }
     for (int i = 0; i < kMostShelves; ++i) {
@@ -220,6 +250,11 @@ class Search {
   static void move(State& s, int r, std::uint64_t agreed) {
     Seat& one = s.seats[index(r)];
     const int keeper = next(s, r);
+    if (Traits::kAcross) shelf(one.own).drop_newer(agreed);
+    if (Traits::kAcross && keeper == r) {
+      one.shelf = -1;
+      return;
+    }
     std::int64_t mine = -1;
     for (int i = 0; i < kMostShelves; ++i) {
       const Kept& kept = s.kept[index(i)];
@@ -230,14 +265,21 @@ class Search {
       for (mine = 0; s.kept[index(mine)].dropped == 0;) ++mine;
       s.kept[index(mine)] = {r, one.process, keeper, s.seats[index(keeper)].process, 0, 0, 0, {}};
     }
-    if (one.shelf >= 0 && one.shelf != mine && Traits::kCopiesToNewKeeper) {
-      if (const std::byte* whole = shelf(s.kept[index(one.shelf)]).find(agreed)) {
-        std::memcpy(shelf(s.kept[index(mine)]).begin(), whole, kEntryBytes);
-        shelf(s.kept[index(mine)]).publish(agreed);
-      }
+    const Shelf<Traits> there = shelf(s.kept[index(mine)]);
+    if (Traits::kAcross) {
+      there.drop_newer(agreed);
+      if (there.find(agreed) == nullptr) copy(shelf(one.own), there, agreed);
+    } else if (one.shelf >= 0 && one.shelf != mine) {
+      copy(shelf(s.kept[index(one.shelf)]), there, agreed);
     }
     one.shelf = mine;
-    shelf(s.kept[index(mine)]).drop_newer(agreed);
+    there.drop_newer(agreed);
+  }
+  static void copy(const Shelf<Traits>& from, const Shelf<Traits>& to, std::uint64_t agreed) {
+    const std::byte* whole = from.find(agreed);
+    if (whole == nullptr || !Traits::kCopiesToNewKeeper) return;
+    std::memcpy(to.begin(), whole, kEntryBytes);
+    to.publish(agreed);
   }
 
   static void drop(State& s, int keeper, std::uint64_t agreed) {
@@ -261,7 +303,7 @@ class Search {
       Seat& one = s.seats[index(r)];
       one.items = 0;
       one.counts = one.process != 0;
-      one.put = agreed != 0;
+      one.put = agreed != 0 ? kPut : 0;
       if (one.process != 0) there.push_back(r);
     }
     for (Kept& kept : s.kept) {
@@ -279,23 +321,35 @@ class Search {
     return !alive(s, kept.owner, kept.owner_process) || kept.keeper == next(s, kept.owner);
   }
 
+  /// A version there, or nothing.
+  std::optional<Content> read(const Shelf<Traits>& there, std::uint64_t version) {
+    const std::byte* whole = there.find(version);
+    if (whole == nullptr) return std::nullopt;
+    std::array<Content, 2> content{};
+    std::memcpy(content.data(), whole, sizeof(content));
+    if (std::memcmp(&content[0], &content[1], sizeof(Content)) != 0) fail("a torn version");
+    return content[0];
+  }
+  std::uint64_t items_in(const State& s, const Content& content, std::uint64_t version) {
+    if (content.commit != s.commit_of[version]) fail("a version of another past");
+    return content.items;
+  }
+
   bool check(State& s, std::uint64_t agreed) {
     std::uint64_t items = 0;
     bool excused = false;
+    for (Seat& one : s.seats) {
+      if (!Traits::kAcross || one.process == 0 || agreed == 0) continue;
+      if (const auto content = read(shelf(one.own), agreed)) items |= items_in(s, *content, agreed);
+    }
     for (int i = 0; i < kMostShelves; ++i) {
       Kept& kept = s.kept[index(i)];
       const bool both_lost = !kept_here(s, kept) && !alive(s, kept.owner, kept.owner_process);
       if (kept.dropped == 0 && both_lost) excused = true;
       for (std::uint64_t version = 1; version <= kLastStep + 1 && kept.dropped == 0; ++version) {
-        const std::byte* whole = shelf(kept).find(version);
-        if (whole == nullptr) continue;
-        std::array<Content, 2> content{};
-        std::memcpy(content.data(), whole, sizeof(content));
-        if (std::memcmp(&content[0], &content[1], sizeof(Content)) != 0) fail("a torn version");
-        if (version != agreed || !is_read(s, kept, version)) continue;
-        if (!kept_here(s, kept)) continue;
-        if (content[0].commit != s.commit_of[version]) fail("a version of another past");
-        items |= content[0].items;
+        const auto content = read(shelf(kept), version);
+        if (!content || version != agreed || !is_read(s, kept, version)) continue;
+        if (kept_here(s, kept)) items |= items_in(s, *content, version);
       }
     }
     if (agreed == 0 || items == kAllItems) return true;
@@ -313,6 +367,16 @@ class Search {
 
 TEST(Shelf, NoDeathNorJoinAtAnyMomentLosesAVersion) {
   Search<Sound> search;
+  EXPECT_EQ(search.run(), "");
+  EXPECT_GT(search.states(), 100'000u);
+}
+
+struct Across : Sound {
+  static constexpr bool kAcross = true;
+};
+
+TEST(Shelf, NorAcrossDomains) {
+  Search<Across> search;
   EXPECT_EQ(search.run(), "");
   EXPECT_GT(search.states(), 100'000u);
 }
@@ -345,6 +409,26 @@ struct WhoHasNotPutHasNothing : Sound {
 struct ShelvesCountAtOnce : Sound {
   static constexpr bool kAsksWhetherSettled = false;
 };
+
+template <class Mutant>
+struct AcrossToo : Mutant {
+  static constexpr bool kAcross = true;
+};
+struct PutsEndAtOnce : Across {
+  static constexpr bool kPutsEndWithCopies = false;
+};
+
+TEST(Shelf, MutantsAcrossDomainsAreCaught) {
+  EXPECT_NE(Search<PutsEndAtOnce>().run(), "");
+  EXPECT_NE(Search<AcrossToo<OneEntry>>().run(), "");
+  EXPECT_EQ(Search<AcrossToo<NumbersStay>>().run(), "a torn version");
+  EXPECT_NE(Search<AcrossToo<NewerStay>>().run(), "");
+  EXPECT_NE(Search<AcrossToo<TheMost>>().run(), "");
+  EXPECT_EQ(Search<AcrossToo<LostAreDropped>>().run(), "items are lost");
+  EXPECT_NE(Search<AcrossToo<KeepersHaveNothing>>().run(), "");
+  EXPECT_NE(Search<AcrossToo<WhoHasNotPutHasNothing>>().run(), "");
+  EXPECT_NE(Search<AcrossToo<ShelvesCountAtOnce>>().run(), "");
+}
 
 TEST(Shelf, MutantsAreCaught) {
   EXPECT_NE(Search<OneEntry>().run(), "");

@@ -1,11 +1,16 @@
 // Ranks that are killed in the middle of a put or of a get: the memory that they read or write ends
 // in the middle of a tensor, so that the kernel ends them there.
+#include <algorithm>
 #include <csignal>
+#include <functional>
 #include <numeric>
 #include <sstream>
+#include <thread>
+#include <utility>
 
 #include <gtest/gtest.h>
 
+#include "engine/test_network.hpp"
 #include "platform/posix/test_memory.hpp"
 #include "processes.hpp"
 
@@ -157,6 +162,156 @@ TEST(Vault, AProcessThatJoinsGetsTheStateOfTheOneBefore) {
   }
   for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(ranks.join(rank, 60), 0);
 }
+
+/// Six ranks in domains of two, of which some die in step 2, and processes take their places. The
+/// lowest rank has what those had that are lost.
+class AcrossDomains {
+ public:
+  static constexpr int kRanks = 6;
+
+  AcrossDomains(std::shared_ptr<Bootstrap> bootstrap, const Reporter& report, bool dies)
+      : joins_(bootstrap->joins()),
+        dies_(dies && !joins_),
+        group_(std::move(bootstrap), config()),
+        vault_(group_, 3 * (kWords * 8 + 256)),
+        report_(report) {}
+
+  /// Says at which step the others went on, then what they have when all are there again. `die` is
+  /// called in a put, or before its commit.
+  void run(const std::function<void()>& die_before, const std::function<void()>& die_in) {
+    bool changed = joins_, told = joins_;
+    if (!joins_) {
+      vault_.recover();
+      put();
+    }
+    for (int whole = 0; whole < 2;) {  // steps that all have ended
+      try {
+        if (changed) {
+          recover();
+          changed = false;
+          if (!std::exchange(told, true)) report_.line("went on at step " + std::to_string(step_));
+        }
+        if (dies_ && step_ == 1) die_before();
+        changed = group_.commit(step_ + 1);
+        ++step_;
+        if (dies_ && step_ == 2) die_in();
+        put();
+        if (changed) group_.regroup();
+        whole = told && !changed && group_.view().ranks.size() == kRanks ? whole + 1 : 0;
+      } catch (const Error& error) {
+        if (error.kind() != ErrorKind::peer_failed && error.kind() != ErrorKind::peer_left) throw;
+        group_.regroup();
+        changed = true;
+      }
+    }
+    recover();
+    report_.line("all are there");
+    group_.barrier();
+  }
+  /// Of this step, all that it has, its own first.
+  void put(std::uint64_t* own = nullptr) {
+    std::vector<int> keys{group_.rank()};
+    const GroupView view = group_.view();
+    if (view.ranks.front() == group_.rank()) {
+      keys.insert(keys.end(), view.lost.begin(), view.lost.end());
+    }
+    std::vector<std::vector<std::uint64_t>> states;
+    std::vector<VaultPart> parts;
+    for (const int key : keys) {
+      std::vector<std::uint64_t>& state = states.emplace_back(kWords);
+      for (std::size_t i = 0; i < kWords; ++i) state[i] = word(key, step_, i);
+      const bool other = own != nullptr && key == group_.rank();
+      parts.push_back({key, {other ? own : state.data(), Dtype::i64, {kExtent}}});
+    }
+    vault_.put(step_, parts);
+  }
+
+ private:
+  static GroupConfig config() {
+    GroupConfig config = Rank::config();
+    config.elastic = "vault_domains";
+    config.domain_size = 2;
+    config.network = FabricKind::ofi;
+    return config;
+  }
+  void recover() {
+    const std::vector<std::int64_t> all{0, 1, 2, 3, 4, 5};
+    step_ = vault_.recover(all).value();
+    for (const std::int64_t key : all) {
+      std::vector<std::uint64_t> state(kWords);
+      const VaultTarget target{{state.data(), Dtype::i64, {kExtent}}};
+      vault_.get(key, {&target, 1});
+      for (std::size_t i = 0; i < kWords; ++i) {
+        if (state[i] == word(key, step_, i)) continue;
+        throw std::runtime_error("key " + std::to_string(key) + ", word " + std::to_string(i));
+      }
+    }
+  }
+
+  bool joins_, dies_;
+  Group group_;
+  Vault vault_;
+  const Reporter& report_;
+  std::uint64_t step_ = 0;
+};
+
+struct Death {
+  const char* name;
+  std::vector<int> ranks;
+  std::chrono::microseconds in_put;  ///< after its begin; negative: not in one
+};
+
+class VaultAcrossDomains : public testing::TestWithParam<Death> {};
+
+TEST_P(VaultAcrossDomains, HasTheStateOfRanksThatAreKilled) {
+  if (!engine::test::has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  const Death& death = GetParam();
+  const auto dies = [&](int rank) {
+    return std::find(death.ranks.begin(), death.ranks.end(), rank) != death.ranks.end();
+  };
+  Ranks ranks(6, [&](int rank, std::shared_ptr<Bootstrap> bootstrap, const Reporter& report) {
+    AcrossDomains self(std::move(bootstrap), report, dies(rank));
+    self.run(
+        [&] {
+          if (death.in_put < 0us) std::raise(SIGKILL);
+        },
+        [&] {
+          if (death.in_put == 0us) self.put(half_a_tensor());  // it ends here
+          std::thread([&] {
+            std::this_thread::sleep_for(death.in_put);
+            std::raise(SIGKILL);
+          }).detach();
+          self.put();
+        });
+  });
+  std::vector<int> left;
+  for (int rank = 0; rank < AcrossDomains::kRanks; ++rank) {
+    if (!dies(rank)) left.push_back(rank);
+  }
+  const std::string went_on = ranks.line(left.front(), 15);
+  const bool copied = went_on == "went on at step 2" && death.in_put > 0us;
+  EXPECT_TRUE(copied || went_on == "went on at step 1") << went_on;
+  for (const int rank : left) {
+    if (rank != left.front()) {
+      EXPECT_EQ(ranks.line(rank, 10), went_on);
+    }
+  }
+  for (const int rank : death.ranks) {
+    EXPECT_GT(ranks.join(rank, 15), 128);
+    ranks.restart(rank);
+  }
+  for (int rank = 0; rank < AcrossDomains::kRanks; ++rank) {
+    EXPECT_EQ(ranks.line(rank, 15), "all are there") << "rank " << rank;
+  }
+  for (int rank = 0; rank < AcrossDomains::kRanks; ++rank) EXPECT_EQ(ranks.join(rank, 15), 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, VaultAcrossDomains,
+                         testing::Values(Death{"host", {2, 3}, -1us},
+                                         Death{"host_in_put", {0, 1}, 0us},
+                                         Death{"one_in_copy", {4}, 300us},
+                                         Death{"two_in_copy", {1, 2}, 1000us}),
+                         [](const auto& test) { return std::string(test.param.name); });
 
 }  // namespace
 }  // namespace ferry::test

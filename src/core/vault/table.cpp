@@ -31,15 +31,16 @@ std::uint64_t version_bytes(std::span<const VersionPart> parts) {
   return parts.back().offset + round_up(parts.back().bytes, kPartAlignment);
 }
 
-std::optional<std::vector<VersionPart>> read_table(const std::byte* data, std::uint64_t room,
-                                                   std::uint64_t version, std::string& wrong) {
+std::optional<std::vector<VersionPart>> read_table(const std::byte* data, std::uint64_t readable,
+                                                   std::uint64_t room, std::uint64_t version,
+                                                   std::string& wrong) {
   VersionHead head{};
-  if (room < sizeof(head)) {
-    wrong = "has room for " + std::to_string(room) + " bytes";
+  if (readable < sizeof(head)) {
+    wrong = "has room for " + std::to_string(readable) + " bytes";
     return std::nullopt;
   }
   std::memcpy(&head, data, sizeof(head));
-  const std::uint64_t most = (room - sizeof(head)) / sizeof(VersionPart);
+  const std::uint64_t most = (readable - sizeof(head)) / sizeof(VersionPart);
   if (head.version != version || head.parts > most) {
     wrong = "says that it is version " + std::to_string(head.version) + " with " +
             std::to_string(head.parts) + " parts, expected version " + std::to_string(version) +

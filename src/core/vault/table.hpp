@@ -41,10 +41,11 @@ struct VersionHead {
 };
 static_assert(sizeof(VersionHead) == 64);
 
-/// A copy of the table of a version that lies in `room` bytes at `data`. When it cannot be the
-/// table of `version`, nothing, and `wrong` says why.
-std::optional<std::vector<VersionPart>> read_table(const std::byte* data, std::uint64_t room,
-                                                   std::uint64_t version, std::string& wrong);
+/// A copy of the table of a version that lies in `room` bytes, of which the first `readable` are at
+/// `data`. When it cannot be the table of `version`, nothing, and `wrong` says why.
+std::optional<std::vector<VersionPart>> read_table(const std::byte* data, std::uint64_t readable,
+                                                   std::uint64_t room, std::uint64_t version,
+                                                   std::string& wrong);
 
 /// The words, without what follows their end.
 std::string_view type_of(const VersionPart& part);

@@ -24,7 +24,7 @@ TEST(VaultTable, IsReadAsItWasLaidOut) {
   EXPECT_EQ(version_bytes(table), table[0].offset + 128 + 64);
   const auto memory = memory_with(4, table, version_bytes(table));
   std::string wrong;
-  const auto read = read_table(memory.data(), memory.size(), 4, wrong);
+  const auto read = read_table(memory.data(), memory.size(), memory.size(), 4, wrong);
   ASSERT_TRUE(read) << wrong;
   ASSERT_EQ(read->size(), 3u);
   EXPECT_EQ((*read)[2].key, 7);
@@ -40,7 +40,7 @@ TEST(VaultTable, WhatCannotBeIsRefused) {
                            std::size_t bytes) {
     const auto memory = memory_with(version, table, room);
     std::string wrong;
-    const bool none = !read_table(memory.data(), bytes, 9, wrong);
+    const bool none = !read_table(memory.data(), bytes, bytes, 9, wrong);
     return none && !wrong.empty();
   };
   EXPECT_FALSE(refused(good, 9, room));

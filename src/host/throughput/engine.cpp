@@ -281,19 +281,13 @@ void HostEngine::go_on(const engine::Epoch& next) {
 
 void HostEngine::go_on_from(std::uint64_t step) {
   if (channel_.joined_at(rank()) != 0) channel_.say_joined(0);  // it has state now
+  if (regroup_) regroup_->forget_joined();
   now_.commit(step);
 }
 
 std::shared_ptr<VaultEngine> HostEngine::make_vault(std::size_t version_bytes) {
   channel_.check_usable("Vault");
-  if (domains_.count() > 1 || !engine::Regroup::possible(*memory_, false)) {
-    throw Error(ErrorKind::unsupported,
-                "Vault: a group in one domain, of at most " +
-                    std::to_string(engine::Regroup::Traits::kSeats) +
-                    " ranks that can regroup, can have one; this group has " +
-                    std::to_string(size()) + " in " + std::to_string(domains_.count()),
-                {rank(), -1, "Vault", 0, 0, 0});
-  }
+  check_can_regroup("Vault");
   if (!vault_.expired()) refuse("Vault", "group", "one that has a vault", "one vault a group");
   auto vault = open_host_vault(shelves_, *this, version_bytes);
   vault_ = vault;
@@ -306,16 +300,18 @@ void HostEngine::join(std::uint64_t ticket) {
       Asks::existence);
 }
 
+void HostEngine::check_can_regroup(const char* call) const {
+  if (engine::Regroup::possible(*memory_, carrier_ != nullptr)) return;
+  throw Error(ErrorKind::unsupported,
+              std::string(call) + ": at most " + std::to_string(engine::Regroup::Traits::kSeats) +
+                  " ranks in one domain, or in several that libfabric joins, can; this group has " +
+                  std::to_string(size()) + " in " + std::to_string(domains_.count()) + " over " +
+                  fabric_name() + "; make a new group",
+              {rank(), -1, call, 0, 0, 0});
+}
+
 GroupView HostEngine::regroup() {
-  if (!engine::Regroup::possible(*memory_, carrier_ != nullptr)) {
-    throw Error(ErrorKind::unsupported,
-                "regroup: at most " + std::to_string(engine::Regroup::Traits::kSeats) +
-                    " ranks in one domain, or in several that libfabric joins, can; this group "
-                    "has " +
-                    std::to_string(size()) + " in " + std::to_string(domains_.count()) + " over " +
-                    fabric_name() + "; make a new group",
-                {rank(), -1, "regroup", 0, 0, 0});
-  }
+  check_can_regroup("regroup");
   enter(
       "regroup", nullptr,
       [this] {

@@ -185,6 +185,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   class Turn;
   ControlLayout control_layout() const;
   engine::Regroup& membership(std::uint64_t ticket = 0);
+  void check_can_regroup(const char* call) const;
   void go_on(const engine::Epoch& next);
   /// Refuses routes to experts of ranks that were lost. `routes`: [T, topk].
   void check_alive(std::span<const std::int32_t> routes, std::int64_t topk) const;

@@ -21,16 +21,6 @@ Error first_error(Group& group) {
   }
 }
 
-/// Until the view has `ranks`: one of two that left may be seen after the other.
-GroupView regroup_to(Group& group, const std::vector<int>& ranks) {
-  GroupView view = group.view();
-  while (view.ranks != ranks) {
-    first_error(group);
-    view = group.regroup();
-  }
-  return view;
-}
-
 class RegroupDomains : public testing::TestWithParam<Crossing> {};
 
 /// Rails have holes, rails meet in a smaller domain, a domain is empty, one domain is left.

@@ -65,4 +65,14 @@ inline void wait_for_a_loss(Group& group) {
   EXPECT_ANY_THROW(for (;;) group.barrier());
 }
 
+/// Until the view has `ranks`: one of two that left may be seen after the other.
+inline GroupView regroup_to(Group& group, const std::vector<int>& ranks) {
+  GroupView view = group.view();
+  while (view.ranks != ranks) {
+    wait_for_a_loss(group);
+    view = group.regroup();
+  }
+  return view;
+}
+
 }  // namespace ferry::host::test

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <random>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "base/text.hpp"
@@ -14,18 +15,13 @@ namespace ferry::host {
 namespace {
 
 constexpr const char* kRecover = "recover";
-constexpr std::uint64_t kMostShelves = 4096;  // that a rank may list
+constexpr const char* kPut = "put";
+constexpr std::uint64_t kMostToldBytes = std::uint64_t{1} << 28;  // by a rank in one gather
 
-/// The neighbour of `rank` in this ascending list, `by` places on.
-int neighbour(const std::vector<int>& ranks, int rank, std::size_t by) {
-  const auto at = std::lower_bound(ranks.begin(), ranks.end(), rank) - ranks.begin();
-  return ranks[(static_cast<std::size_t>(at) + by) % ranks.size()];
-}
-int keeper_of(const std::vector<int>& ranks, int rank) {
-  return neighbour(ranks, rank, 1);
-}
-int owner_kept_by(const std::vector<int>& ranks, int rank) {
-  return neighbour(ranks, rank, ranks.size() - 1);
+/// The one after `rank` in this ascending list.
+int next_of(const std::vector<int>& ranks, int rank) {
+  const auto next = std::upper_bound(ranks.begin(), ranks.end(), rank);
+  return next == ranks.end() ? ranks.front() : *next;
 }
 
 std::string type_text(const std::string& given, const ConstTensorView& tensor) {
@@ -47,7 +43,7 @@ std::size_t entry_bytes_of(std::size_t version_bytes) {
 }  // namespace
 
 HostVault::HostVault(HostEngine& engine, std::size_t version_bytes)
-    : engine_(engine), entry_bytes_(entry_bytes_of(version_bytes)) {
+    : engine_(engine), entry_bytes_(entry_bytes_of(version_bytes)), across_(engine.domains() > 1) {
   std::random_device random;
   id_ = (std::uint64_t{random()} << 32 | random()) | 1;
 }
@@ -75,49 +71,72 @@ void HostVault::reopen(std::size_t version_bytes) {
   epoch_ = 0;
 }
 
-std::optional<std::uint64_t> HostVault::recover() {
+/// The next rank of the view; where it has several domains, the rank on the same rail of the next.
+int HostVault::keeper_of(int owner) const {
+  const Domains& domains = engine_.topology();
+  if (domains.count() == 1) return next_of(channel().ranks(), owner);
+  return domains.rail(owner, (domains.of(owner) + 1) % domains.count());
+}
+
+/// Those whose keeper this rank is. A rank that has its own shelf beside keeps none for itself.
+std::vector<int> HostVault::owners_kept_here() const {
+  std::vector<int> owners;
+  for (const int owner : channel().ranks()) {
+    const bool own = across_ && owner == channel().rank();
+    if (keeper_of(owner) == channel().rank() && !own) owners.push_back(owner);
+  }
+  return owners;
+}
+
+std::optional<std::uint64_t> HostVault::recover(std::span<const std::int64_t> wanted) {
   std::scoped_lock lock(mutex_);
   Version agreed = 0;
-  engine_.enter(kRecover, nullptr, [&] { agreed = agree(); });
+  engine_.enter(kRecover, nullptr, [&] { agreed = agree(wanted); });
   if (agreed == 0) return std::nullopt;
   return agreed - 1;
 }
 
-HostVault::Version HostVault::agree() {
-  const std::vector<int>& ranks = channel().ranks();
-  const int owner = owner_kept_by(ranks, channel().rank());
+HostVault::Version HostVault::agree(std::span<const std::int64_t> wanted) {
   std::vector<Has> all = swap_versions();
+  const std::vector<int> owners = owners_kept_here();
   StepMessage head;
-  head.call = signature();
-  Room list{};
+  head.call = signature(CallKind::recover);
   engine_.agree(
-      "recover: shelves", head, [&] { return make_room(owner, head, list); }, "version_bytes");
-  const std::vector<Found> found = read_lists();
+      "recover: shelves", head, [&] { return make_rooms(owners, head); }, "version_bytes");
+  const std::vector<Found> found = swap_lists(owners);
   for (const Found& one : found) {
     if (one.role == Role::lost) all.push_back({one.owner, {true, one.newest}, one.oldest});
   }
   const Version agreed = version_of(all);
-  for (const Found& one : found) {
-    if (one.role == Role::present && one.owner == channel().rank()) move_to(one.shelf, agreed);
+  if (across_) {
+    send_agreed(found, agreed);
+  } else {
+    for (const Found& one : found) {
+      if (one.role == Role::present && one.owner == channel().rank()) move_to(one.shelf, agreed);
+    }
   }
   StepMessage copied;
-  copied.call = signature();
+  copied.call = signature(CallKind::recover);
   channel().swap("recover: copies", copied);
   engine::check_same_call(channel(), "recover: copies", copied.call);
-  read_sources(found, agreed);
-  drop_shelves(owner, agreed);
-  epoch_ = engine_.epoch();
+  std::vector<Table> tables = across_ ? std::vector<Table>{} : read_tables(found, agreed);
+  drop_shelves(owners, agreed);
+  epoch_ = 0;  // until this rank has everything
   counts_ = true;
   agreed_ = agreed;
   puts_ = 0;
   engine_.go_on_from(agreed == 0 ? 0 : agreed - 1);
+  if (across_) tables = swap_tables();
+  order_sources(std::move(tables));
+  if (across_) fetch(wanted);
+  epoch_ = engine_.epoch();
   return agreed;
 }
 
-CallSignature HostVault::signature() const {
+CallSignature HostVault::signature(CallKind kind, std::uint64_t step) const {
   CallSignature call;
-  call.kind = CallKind::recover;
-  call.vault = {entry_bytes_, {}};
+  call.kind = kind;
+  call.vault = {entry_bytes_, step, {}};
   return call;
 }
 
@@ -153,7 +172,7 @@ std::string HostVault::steps_text(const Has& has) {
 /// What each rank of the group has; in `ids_` whose process it is.
 std::vector<HostVault::Has> HostVault::swap_versions() {
   StepMessage head;
-  head.call = signature();
+  head.call = signature(CallKind::recover);
   head.side_segment = counts_ ? 1 : 0;
   head.side_offset = std::max(own_ == nullptr ? 0 : shelf_at(own_).newest(), agreed_);
   head.staging_side_offset = std::max(own_ == nullptr ? 0 : shelf_at(own_).oldest(), agreed_);
@@ -180,61 +199,91 @@ HostVault::Version HostVault::oldest_of(const Kept& kept) const {
   return std::max(shelf_of(kept).oldest(), kept.settled ? agreed_ : 0);
 }
 
-HostVault::Role HostVault::role_of(const Kept& kept, int owner) const {
+HostVault::Role HostVault::role_of(const Kept& kept, const std::vector<int>& owners) const {
   if (kept.at != 0) return Role::former;
   if (ids_[static_cast<std::size_t>(kept.owner)] != kept.id) {
     return kept.settled || newest_of(kept) != 0 ? Role::lost : Role::over;
   }
-  return kept.owner == owner ? Role::present : Role::over;
+  const bool here = std::binary_search(owners.begin(), owners.end(), kept.owner);
+  return here ? Role::present : Role::over;
 }
 
-/// A shelf for `owner`, and the list of all that are here.
-bool HostVault::make_room(int owner, StepMessage& head, Room& list) {
-  const auto take = [&](std::size_t bytes) {
-    head.need_bytes = bytes;
-    const auto region = engine_.shared_memory()->arena.allocate(bytes);
-    if (!region) return Room{};
-    return Room{*region, lease(engine_.shared_memory(), *region)};
+HostVault::Room HostVault::take(std::size_t bytes, StepMessage& head) {
+  head.need_bytes = bytes;
+  const auto region = engine_.shared_memory()->arena.allocate(bytes);
+  if (!region) return {};
+  return {*region, lease(engine_.shared_memory(), *region)};
+}
+
+/// A shelf for each of these owners; across domains one for this rank as well.
+bool HostVault::make_rooms(const std::vector<int>& owners, StepMessage& head) {
+  const auto take_shelf = [&] {
+    Room room = take(Shelf::bytes(entry_bytes_), head);
+    if (room.lease) std::memset(room.region.data, 0, Shelf::kLine);
+    return room;
   };
-  const auto present = [&](const Kept& kept) { return role_of(kept, owner) == Role::present; };
-  if (std::none_of(kept_.begin(), kept_.end(), present)) {
-    Room room = take(Shelf::bytes(entry_bytes_));
+  if (across_ && !own_room_.lease) {
+    own_room_ = take_shelf();
+    if (!own_room_.lease) return false;
+    own_ = own_room_.region.data;
+  }
+  for (const int owner : owners) {
+    const auto present = [&](const Kept& kept) {
+      return kept.owner == owner && role_of(kept, owners) == Role::present;
+    };
+    if (std::any_of(kept_.begin(), kept_.end(), present)) continue;
+    Room room = take_shelf();
     if (!room.lease) return false;
-    std::memset(room.region.data, 0, Shelf::kLine);
     kept_.push_back({owner, ids_[static_cast<std::size_t>(owner)], std::move(room), false, 0});
   }
-  list = take(kept_.size() * sizeof(Listed));
-  if (!list.lease) return false;
-  auto* at = reinterpret_cast<Listed*>(list.region.data);
-  for (const Kept& kept : kept_) {
-    const fabric::Address& address = kept.room.region.address;
-    *at++ = {static_cast<std::uint64_t>(kept.owner),
-             role_of(kept, owner),
-             address.segment,
-             address.offset,
-             newest_of(kept),
-             oldest_of(kept)};
-  }
-  head.segment = list.region.address.segment;
-  head.offset = list.region.address.offset;
-  head.rows = static_cast<std::int64_t>(kept_.size());
   return true;
 }
 
-/// All shelves of all ranks, as their lists say after the last swap.
-std::vector<HostVault::Found> HostVault::read_lists() {
+/// [R]: what each rank tells all others, in as many messages as the longest takes.
+std::vector<std::vector<std::byte>> HostVault::gather(const char* stage,
+                                                      std::span<const std::byte> mine) {
+  std::vector<std::vector<std::byte>> all(static_cast<std::size_t>(channel().size()));
+  const std::size_t most = channel().max_body_bytes();
+  std::size_t longest = 1;
+  for (std::size_t at = 0; at < longest; at += most) {
+    StepMessage head;
+    head.call = signature(CallKind::recover);
+    head.need_bytes = mine.size();
+    const std::size_t from = std::min(at, mine.size());
+    channel().swap(stage, head, mine.subspan(from, std::min(most, mine.size() - from)));
+    engine::check_same_call(channel(), stage, head.call);
+    for (const int peer : channel().ranks()) {
+      std::vector<std::byte>& theirs = all[static_cast<std::size_t>(peer)];
+      if (at == 0) {
+        const std::uint64_t bytes = channel().head(peer).need_bytes;
+        if (bytes > kMostToldBytes) {
+          channel().throw_violation(stage, peer, "tells " + std::to_string(bytes) + " bytes");
+        }
+        theirs.resize(bytes);
+        longest = std::max<std::size_t>(longest, bytes);
+      }
+      if (at >= theirs.size()) continue;
+      std::memcpy(theirs.data() + at, channel().body(peer), std::min(most, theirs.size() - at));
+    }
+  }
+  return all;
+}
+
+/// All shelves of all ranks.
+std::vector<HostVault::Found> HostVault::swap_lists(const std::vector<int>& owners) {
+  std::vector<Listed> mine;
+  for (const Kept& kept : kept_) {
+    const fabric::Address& address = kept.room.region.address;
+    mine.push_back({static_cast<std::uint64_t>(kept.owner), role_of(kept, owners), address.segment,
+                    address.offset, newest_of(kept), oldest_of(kept), shelf_of(kept).numbers()});
+  }
+  const auto lists = gather("recover: lists", std::as_bytes(std::span(mine)));
   std::vector<Found> all;
   for (const int keeper : channel().ranks()) {
-    const StepMessage theirs = channel().head(keeper);
-    const auto count = static_cast<std::uint64_t>(theirs.rows);
-    if (count > kMostShelves) {
-      channel().throw_violation(kRecover, keeper, "keeps " + std::to_string(count) + " shelves");
-    }
-    const std::byte* list = channel().checked(kRecover, keeper, {theirs.segment, theirs.offset},
-                                              count * sizeof(Listed));
-    for (std::uint64_t i = 0; i < count; ++i) {
+    const std::vector<std::byte>& list = lists[static_cast<std::size_t>(keeper)];
+    for (std::size_t at = 0; at + sizeof(Listed) <= list.size(); at += sizeof(Listed)) {
       Listed one{};
-      std::memcpy(&one, list + i * sizeof(Listed), sizeof(one));
+      std::memcpy(&one, list.data() + at, sizeof(one));
       const auto owner = static_cast<int>(one.owner);
       const bool known = one.owner < static_cast<std::uint64_t>(channel().size());
       const auto segment = static_cast<fabric::SegmentId>(one.segment);
@@ -243,10 +292,12 @@ std::vector<HostVault::Found> HostVault::read_lists() {
                                   "keeps the state of rank " + std::to_string(one.owner));
       }
       if (one.role == Role::over) continue;
-      if (one.role == Role::present && keeper_of(channel().ranks(), owner) != keeper) continue;
-      all.push_back(
-          {owner, keeper, one.role, one.newest, one.oldest,
-           channel().checked(kRecover, keeper, {segment, one.offset}, Shelf::bytes(entry_bytes_))});
+      if (one.role == Role::present && (!channel().has(owner) || keeper_of(owner) != keeper)) {
+        continue;
+      }
+      const fabric::Address address{segment, one.offset};
+      all.push_back({owner, keeper, one.role, one.newest, one.oldest, one.numbers, address,
+                     channel().checked(kRecover, keeper, address, Shelf::bytes(entry_bytes_))});
     }
   }
   return all;
@@ -257,7 +308,7 @@ void HostVault::move_to(std::byte* shelf, Version agreed) {
   const std::byte* whole = own_ == nullptr ? nullptr : shelf_at(own_).find(agreed);
   if (shelf != own_ && whole != nullptr) {
     std::string wrong;
-    const auto table = read_table(whole, entry_bytes_, agreed, wrong);
+    const auto table = read_table(whole, entry_bytes_, entry_bytes_, agreed, wrong);
     if (!table) channel().throw_violation(kRecover, channel().rank(), wrong);
     std::memcpy(shelf_at(shelf).begin(), whole, version_bytes(*table));
     shelf_at(shelf).publish(agreed);
@@ -266,48 +317,58 @@ void HostVault::move_to(std::byte* shelf, Version agreed) {
   shelf_at(own_).drop_newer(agreed);
 }
 
-void HostVault::read_sources(const std::vector<Found>& found, Version agreed) {
-  sources_.clear();
-  std::vector<const Found*> order;
+/// The parts of what was agreed on, read where they lie.
+std::vector<HostVault::Table> HostVault::read_tables(const std::vector<Found>& found,
+                                                     Version agreed) {
+  std::vector<Table> all;
   for (const Found& one : found) {
-    if (one.role != Role::former || one.newest == agreed) order.push_back(&one);
+    if (one.role == Role::former && one.newest != agreed) continue;
+    const std::byte* version = shelf_at(one.shelf).find(agreed);
+    if (version == nullptr) continue;
+    const bool own = one.owner == channel().rank() && one.role == Role::present;
+    all.push_back({own, one.owner, one.keeper, version,
+                   table_of(one.owner, one.keeper, version, entry_bytes_, agreed)});
   }
-  const auto rank = [&](const Found* one) {  // this rank's own first
-    const bool mine = one->owner == channel().rank() && one->role == Role::present;
-    return std::pair(!mine, one->owner);
-  };
-  std::stable_sort(order.begin(), order.end(),
-                   [&](const Found* a, const Found* b) { return rank(a) < rank(b); });
-  for (const Found* one : order) add_source(*one, agreed);
+  return all;
 }
 
-void HostVault::add_source(const Found& found, Version agreed) {
-  const std::byte* version = shelf_at(found.shelf).find(agreed);
-  if (version == nullptr) return;
+/// Checked. `readable`: bytes at `version` in this process.
+std::vector<VersionPart> HostVault::table_of(int owner, int keeper, const std::byte* version,
+                                             std::size_t readable, Version agreed) {
   std::string wrong;
-  const auto table = read_table(version, entry_bytes_, agreed, wrong);
-  if (!table) {
-    channel().throw_violation(
-        kRecover, found.keeper,
-        "keeps state of rank " + std::to_string(found.owner) + " that " + wrong);
+  auto table = read_table(version, readable, entry_bytes_, agreed, wrong);
+  if (table) return std::move(*table);
+  channel().throw_violation(kRecover, keeper,
+                            "keeps state of rank " + std::to_string(owner) + " that " + wrong);
+}
+
+/// Of several for a key this rank's own comes first, then one that it can read, then the lowest.
+void HostVault::order_sources(std::vector<Table> tables) {
+  sources_.clear();
+  const auto place = [](const Table& table) {
+    return std::tuple(!table.own, table.version == nullptr, table.owner);
+  };
+  std::stable_sort(tables.begin(), tables.end(),
+                   [&](const Table& a, const Table& b) { return place(a) < place(b); });
+  for (Table& table : tables) {
+    std::map<std::int64_t, Source> its;
+    for (const VersionPart& part : table.parts) {
+      const Source none{table.owner, table.keeper, table.version, {}};
+      its.try_emplace(part.key, none).first->second.parts.push_back(part);
+    }
+    sources_.merge(its);  // keys that are there already stay
   }
-  std::map<std::int64_t, Source> mine;
-  for (const VersionPart& part : *table) {
-    Source& source = mine.try_emplace(part.key, Source{found.owner, version, {}}).first->second;
-    source.parts.push_back(part);
-  }
-  sources_.merge(mine);  // keys that are there already stay
 }
 
 /// Shelves that nobody reads from here on.
-void HostVault::drop_shelves(int owner, Version agreed) {
+void HostVault::drop_shelves(const std::vector<int>& owners, Version agreed) {
   for (Kept& kept : kept_) {
-    const Role role = role_of(kept, owner);
+    const Role role = role_of(kept, owners);
     if (role == Role::lost && shelf_of(kept).find(agreed) != nullptr) kept.at = agreed;
     if (role == Role::present) kept.settled = true;
   }
   std::erase_if(kept_, [&](const Kept& kept) {
-    const Role role = role_of(kept, owner);
+    const Role role = role_of(kept, owners);
     return role == Role::former ? kept.at != agreed : role != Role::present;
   });
 }
@@ -340,7 +401,13 @@ const HostVault::Source& HostVault::source_of(std::int64_t key) const {
            "get between recover and commit");
   }
   const auto found = sources_.find(key);
-  if (found != sources_.end()) return found->second;
+  if (found != sources_.end() && found->second.version != nullptr) return found->second;
+  if (found != sources_.end()) {
+    refuse("get", "key",
+           std::to_string(key) + ", which lies in another domain, with rank " +
+               std::to_string(found->second.keeper),
+           "one of the keys that this rank has given to recover");
+  }
   const GroupView view = engine_.group_view();
   refuse("get", "key",
          std::to_string(key) + ", which no rank has put in step " + std::to_string(agreed_ - 1) +
@@ -382,31 +449,50 @@ void HostVault::get(std::int64_t key, std::span<const VaultTarget> into) const {
 
 void HostVault::put(std::uint64_t step, std::span<const VaultPart> parts) {
   std::scoped_lock lock(mutex_);
-  check_recovered("put");
-  const Shelf shelf = shelf_at(own_);
-  if (step != engine_.step() || shelf.newest() > step) {
-    refuse("put", "step", std::to_string(step),
-           shelf.newest() > step ? "a later one than " + std::to_string(shelf.newest() - 1) +
-                                       ", which is there already"
-                                 : std::to_string(engine_.step()) + ", the newest committed");
+  if (across_) {
+    engine_.enter(kPut, nullptr, [&] { put_across(step, parts); });
+  } else {
+    write_version(step, table_for(step, parts), parts);
+  }
+  // All ranks have put what they had from lost ones, in the version before this one.
+  if (++puts_ == 2) std::erase_if(kept_, [](const Kept& kept) { return kept.at != 0; });
+}
+
+/// Throws when this cannot be put now.
+std::vector<VersionPart> HostVault::table_for(std::uint64_t step,
+                                              std::span<const VaultPart> parts) const {
+  check_recovered(kPut);
+  const Version newest = std::max(shelf_at(own_).newest(), across_ ? agreed_ : 0);
+  if (step != engine_.step() || newest > step) {
+    refuse(kPut, "step", std::to_string(step),
+           newest > step
+               ? "a later one than " + std::to_string(newest - 1) + ", which is there already"
+               : std::to_string(engine_.step()) + ", the newest committed");
   }
   std::vector<std::string> types;
   std::vector<PartOutline> outlines;
   types.reserve(parts.size());
   for (const VaultPart& part : parts) {
-    check_part("put", "key " + std::to_string(part.key), part.tensor, part.type);
+    check_part(kPut, "key " + std::to_string(part.key), part.tensor, part.type);
     types.push_back(type_text(part.type, part.tensor));
     outlines.push_back({part.key, part.tensor.bytes(), types.back()});
   }
-  const std::vector<VersionPart> table = lay_out(outlines);
+  std::vector<VersionPart> table = lay_out(outlines);
   if (version_bytes(table) > entry_bytes_) {
     throw Error(ErrorKind::exhausted,
                 "put: rank " + std::to_string(engine_.rank()) + " has " +
                     std::to_string(version_bytes(table)) +
                     " bytes (bytes_of), but version_bytes is " + std::to_string(entry_bytes_) +
                     "; make a new group, whose vault has more",
-                {engine_.rank(), engine_.rank(), "put", 0, 0, 0});
+                {engine_.rank(), engine_.rank(), kPut, 0, 0, 0});
   }
+  return table;
+}
+
+/// On this rank's shelf.
+void HostVault::write_version(std::uint64_t step, const std::vector<VersionPart>& table,
+                              std::span<const VaultPart> parts) {
+  const Shelf shelf = shelf_at(own_);
   std::byte* at = shelf.begin();
   const VersionHead head{step + 1, table.size(), {}};
   protocol::write_bytes(at, &head, sizeof(head));
@@ -415,8 +501,6 @@ void HostVault::put(std::uint64_t step, std::span<const VaultPart> parts) {
     protocol::write_bytes(at + table[i].offset, parts[i].tensor.data, table[i].bytes);
   }
   shelf.publish(step + 1);
-  // All ranks have put what they had from lost ones, in the version before this one.
-  if (++puts_ == 2) std::erase_if(kept_, [](const Kept& kept) { return kept.at != 0; });
 }
 
 }  // namespace ferry::host

@@ -1,5 +1,8 @@
-// Versions of each rank's state in the registered memory of the next rank (ferry/vault.hpp).
+// Versions of each rank's state in the registered memory of another rank, its keeper
+// (ferry/vault.hpp). In one domain a rank writes them there itself, and all read them there. Across
+// domains it has a shelf of its own besides, and its keeper takes a copy of each version.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -23,7 +26,7 @@ class HostVault final : public VaultEngine {
 
   /// A new object has it from now on: refuses another size once there are shelves.
   void reopen(std::size_t version_bytes);
-  std::optional<std::uint64_t> recover() override;
+  std::optional<std::uint64_t> recover(std::span<const std::int64_t> wanted) override;
   std::vector<std::int64_t> keys() const override;
   void get(std::int64_t key, std::span<const VaultTarget> into) const override;
   void put(std::uint64_t step, std::span<const VaultPart> parts) override;
@@ -32,6 +35,7 @@ class HostVault final : public VaultEngine {
   using Shelf = protocol::Shelf<>;
   /// The number of a step, plus 1; 0: none.
   using Version = std::uint64_t;
+  using Numbers = std::array<Version, protocol::ShelfTraits::kEntries>;
 
   struct Room {
     Region region{};
@@ -65,53 +69,115 @@ class HostVault final : public VaultEngine {
     std::uint64_t offset;
     Version newest;
     Version oldest;
+    Numbers numbers;
   };
-  /// The same, checked, where it lies in this process.
+  /// The same, checked; `shelf`: in this process, null outside the domain.
   struct Found {
     int owner;
     int keeper;
     Role role;
     Version newest;
     Version oldest;
+    Numbers numbers;
+    fabric::Address address;
     std::byte* shelf;
   };
-  /// The parts of a key in the version that was agreed on.
-  struct Source {
+  /// What a rank has put in the version that was agreed on, and with whom it lies: its keeper, or
+  /// across domains itself. `version`: null where this rank cannot read it.
+  struct Table {
+    bool own;
     int owner;
+    int keeper;
     const std::byte* version;
     std::vector<VersionPart> parts;
+  };
+  /// The parts of a key in it.
+  struct Source {
+    int owner;
+    int keeper;
+    const std::byte* version;
+    std::vector<VersionPart> parts;
+  };
+  /// A rank of another domain that takes copies of this rank's versions, onto that shelf.
+  struct Mirror {
+    int keeper = -1;
+    fabric::Address shelf{};
+    Numbers numbers{};  ///< of the entries there
+  };
+  /// A rank wants the parts of a key that an owner has put, at that offset of what it granted. It
+  /// crosses, as do the next.
+  struct Wanted {
+    std::uint64_t keeper;
+    std::uint64_t owner;
+    std::int64_t key;
+    std::uint64_t offset;
+  };
+  /// A version, before its head and its table.
+  struct Served {
+    std::uint64_t owner;
+    std::uint64_t segment;
+    std::uint64_t offset;
+    std::uint64_t bytes;  ///< of head and table
   };
 
   Channel& channel() const { return engine_.channel(); }
   Shelf shelf_at(std::byte* base) const { return {base, entry_bytes_}; }
   Shelf shelf_of(const Kept& kept) const { return shelf_at(kept.room.region.data); }
-  CallSignature signature() const;
-  Version agree();
+  CallSignature signature(CallKind kind, std::uint64_t step = 0) const;
+  int keeper_of(int owner) const;
+  std::vector<int> owners_kept_here() const;
+  Version agree(std::span<const std::int64_t> wanted);
   Version version_of(const std::vector<Has>& all);
   static std::string steps_text(const Has& has);
   std::vector<Has> swap_versions();
   Version newest_of(const Kept& kept) const;
   Version oldest_of(const Kept& kept) const;
-  Role role_of(const Kept& kept, int owner) const;
-  bool make_room(int owner, StepMessage& head, Room& list);
-  std::vector<Found> read_lists();
+  Role role_of(const Kept& kept, const std::vector<int>& owners) const;
+  Room take(std::size_t bytes, StepMessage& head);
+  bool make_rooms(const std::vector<int>& owners, StepMessage& head);
+  std::vector<std::vector<std::byte>> gather(const char* stage, std::span<const std::byte> mine);
+  std::vector<Found> swap_lists(const std::vector<int>& owners);
   void move_to(std::byte* shelf, Version agreed);
-  void read_sources(const std::vector<Found>& found, Version agreed);
-  void add_source(const Found& found, Version agreed);
-  void drop_shelves(int owner, Version agreed);
+  std::vector<Table> read_tables(const std::vector<Found>& found, Version agreed);
+  std::vector<VersionPart> table_of(int owner, int keeper, const std::byte* version,
+                                    std::size_t readable, Version agreed);
+  void order_sources(std::vector<Table> tables);
+  void drop_shelves(const std::vector<int>& owners, Version agreed);
+  std::vector<VersionPart> table_for(std::uint64_t step, std::span<const VaultPart> parts) const;
+  void write_version(std::uint64_t step, const std::vector<VersionPart>& table,
+                     std::span<const VaultPart> parts);
+
+  // Across domains (vault_domains.cpp).
+
+  void put_across(std::uint64_t step, std::span<const VaultPart> parts);
+  void send_agreed(const std::vector<Found>& found, Version agreed);
+  void send_version(Version version, std::size_t bytes);
+  void take_version(const char* stage, const std::vector<Kept*>& from, Version version);
+  std::vector<std::byte> tables_here();
+  std::vector<Table> swap_tables();
+  std::vector<Wanted> missing(std::span<const std::int64_t> wanted, std::size_t& bytes) const;
+  void fetch(std::span<const std::int64_t> wanted);
+  void send_wanted(int to, std::span<const std::byte> list);
+  std::uint64_t send_parts(int to, const Wanted& wanted);
   void check_recovered(const char* call) const;
   const Source& source_of(std::int64_t key) const;
 
   HostEngine& engine_;
   std::size_t entry_bytes_;
+  bool across_;       // domains
   std::uint64_t id_;  // of this process, for its peers
   mutable std::mutex mutex_;
   std::uint64_t epoch_ = 0;  // of the last `recover` of this object; 0: there was none
   bool counts_ = false;      // this rank has recovered, with any object
   Version agreed_ = 0;       // in it
   int puts_ = 0;             // since then
-  std::byte* own_ =
-      nullptr;  // this rank's shelf, in its keeper's memory, mapped also when that died
+  // This rank's shelf: in its keeper's memory, mapped also when that died; across domains in its
+  // own.
+  std::byte* own_ = nullptr;
+  Room own_room_{};            // across domains
+  Mirror mirror_{};            // then
+  std::vector<Table> here_{};  // then: what others may want
+  Room fetched_{};             // then: what was wanted from other domains
   std::vector<Kept> kept_;
   std::vector<std::uint64_t> ids_;  // [R], as told in the last `recover`; 0: a hole
   std::map<std::int64_t, Source> sources_;
