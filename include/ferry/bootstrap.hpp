@@ -37,6 +37,8 @@ class Bootstrap {
   /// This process takes the place of a rank that is lost, in a group that runs: there is nobody to
   /// gather with.
   virtual bool joins() const { return false; }
+  /// This process begins a group alone, which the others join: there is nobody to gather with.
+  virtual bool begins() const { return false; }
 
   /// What the gathers from now on are for, "Group: attach": a rank that waits long says it.
   void set_stage(std::string stage) { stage_ = std::move(stage); }
@@ -63,6 +65,9 @@ struct TcpOptions {
   /// This process takes the place of a rank that is lost, in groups that run
   /// (GroupConfig::elastic); it does not look for the store, which need not run any more.
   bool join = false;
+  /// This process begins groups alone (GroupConfig::elastic): all other ranks are missing at first,
+  /// and join when they come. One process of the job; there is no store.
+  bool begin = false;
 };
 
 /// Ranks as processes that meet at a TCP store run by rank 0. Throws Error(refused) with the
@@ -72,8 +77,8 @@ std::shared_ptr<Bootstrap> tcp_bootstrap(const TcpOptions& options);
 /// TcpOptions from what `ferry run`, torchrun, srun, Open MPI or MPICH set, and FERRY_SECRET, which
 /// is not needed where the launcher says that all ranks are on one host: there a Unix socket of
 /// this user takes its place. `join`: FERRY_JOIN is 1, as `ferry run` sets it for a process that
-/// takes the place of another. Throws Error(invalid_argument) naming the variable that is missing
-/// or wrong.
+/// takes the place of another; `begin`: FERRY_BEGIN is 1. Throws Error(invalid_argument) naming the
+/// variable that is missing or wrong.
 TcpOptions tcp_options_from_environment();
 
 /// The caller's own all-gather: a PyTorch process group, mpi4py, anything that is collective.

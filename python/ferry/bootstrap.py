@@ -33,6 +33,7 @@ def tcp(
     address: str = "127.0.0.1",
     deadline: float = 60.0,
     join: bool = False,
+    begin: bool = False,
 ) -> Bootstrap:
     """Ranks as processes that meet at a TCP store, which rank 0 runs at `address`:`port`.
 
@@ -42,6 +43,8 @@ def tcp(
 
     join: this process takes the place of a rank that is lost, in groups that run (`elastic`); it
         does not look for the store, which need not run any more.
+    begin: this process begins groups alone (`elastic`): all other ranks are missing at first, and
+        join when they come. One process of the job; there is no store.
     """
     if text("tcp: secret", secret) == "":
         refuse("tcp: secret", "an empty string", "the job's secret, the same on all ranks")
@@ -54,6 +57,7 @@ def tcp(
         secret,
         seconds("tcp: deadline", deadline),
         flag("tcp: join", join),
+        flag("tcp: begin", begin),
     )
 
 
@@ -62,7 +66,8 @@ def from_environment(
 ) -> Bootstrap:
     """The same from the variables that `ferry run`, torchrun, srun, Open MPI or MPICH set, and
     FERRY_SECRET, which is not needed where all ranks are on one host. With FERRY_JOIN=1 this
-    process takes the place of a rank that is lost, as with `tcp(join=True)`.
+    process takes the place of a rank that is lost, as with `tcp(join=True)`; with FERRY_BEGIN=1 it
+    begins alone, as with `tcp(begin=True)`.
 
     Args:
         rank, size: instead of the environment's, both or none: for the ranks that are left.

@@ -58,9 +58,10 @@ HeldBootstrap connect(TcpOptions options, double deadline) {
 }
 
 HeldBootstrap tcp(int rank, int size, const std::string& address, std::uint16_t port,
-                  const std::string& secret, double deadline, bool join) {
+                  const std::string& secret, double deadline, bool join, bool begin) {
   TcpOptions options;
   options.join = join;
+  options.begin = begin;
   options.rank = rank;
   options.size = size;
   options.address = address;
@@ -112,7 +113,10 @@ void bind_bootstrap(nb::module_& m) {
       .def_prop_ro("size", [](const HeldBootstrap& b) { return b.get()->size(); })
       .def_prop_ro(
           "joins", [](const HeldBootstrap& b) { return b.get()->joins(); },
-          "Whether this process takes the place of a lost rank, in a group that runs.")
+          "Whether this process takes the place of a rank that is not there, in a group that runs.")
+      .def_prop_ro(
+          "begins", [](const HeldBootstrap& b) { return b.get()->begins(); },
+          "Whether this process begins a group alone, which the others join.")
       .def("all_gather", &all_gather, nb::arg("mine"), nb::arg("deadline") = 60.0,
            nb::sig("def all_gather(self, mine: bytes, deadline: float = 60.0) -> list[bytes]"),
            "Collective: every rank gets the bytes of all ranks, in rank order.")
@@ -120,13 +124,16 @@ void bind_bootstrap(nb::module_& m) {
   m.def("threads", &threads, nb::arg("ranks"),
         nb::sig("def threads(ranks: int) -> list[Bootstrap]"));
   m.def("tcp", &tcp, nb::arg("rank"), nb::arg("size"), nb::arg("address"), nb::arg("port"),
-        nb::arg("secret"), nb::arg("deadline"), nb::arg("join"));
+        nb::arg("secret"), nb::arg("deadline"), nb::arg("join"), nb::arg("begin"));
   m.def(
       "from_environment",
       [](int rank, int size, double deadline) {
         TcpOptions options = tcp_options_from_environment();
         // Other ranks than the environment's meet at a store of their own.
-        if (size > 0) options.rank = rank, options.size = size, options.join = false;
+        if (size > 0) {
+          options.rank = rank, options.size = size;
+          options.join = options.begin = false;
+        }
         return connect(std::move(options), deadline);
       },
       nb::arg("rank"), nb::arg("size"), nb::arg("deadline"));

@@ -109,16 +109,43 @@ void open_lobby(const Bootstrap& bootstrap, const GroupConfig& config, const Ins
                         invitation_of(inside.domains, fabric)});
 }
 
-std::shared_ptr<Engine> join_group(const Bootstrap& bootstrap, GroupConfig config) {
-  complete_config(config);
-  const int rank = bootstrap.rank(), size = bootstrap.size();
+namespace {
+
+/// Of a process without a store.
+void check_elastic(const GroupConfig& config, int rank, int size, const char* expected) {
   if (config.elastic.empty()) {
-    refuse("Group", "elastic", "no name, with a bootstrap that joins",
-           "the name that the group was made with");
+    refuse("Group", "elastic", "no name, with a bootstrap that begins or joins", expected);
   }
   const bool shm = config.fabric == FabricKind::shm || config.fabric == FabricKind::automatic;
   if (!shm) throw_unsupported(rank, "fabric " + std::string(name_of(config.fabric)));
   if (size > engine::SeatTraits::kSeats) throw_unsupported(rank, std::to_string(size) + " ranks");
+}
+
+}  // namespace
+
+std::shared_ptr<Engine> begin_group(const Bootstrap& bootstrap, GroupConfig config) {
+  complete_config(config);
+  const int rank = bootstrap.rank(), size = bootstrap.size();
+  check_elastic(config, rank, size, "a name, by which the others find it");
+  const Domains domains = Domains::blocks(size, config.domain_size);
+  if (domains.count() > 1 || config.backend == Backend::cuda) {
+    throw Error(ErrorKind::unsupported,
+                "Group: begin: got " + std::to_string(domains.count()) + " domains, backend " +
+                    std::string(name_of(config.backend)) +
+                    "; expected one domain, backend host: where there are several, all ranks are "
+                    "there at first",
+                {rank, -1, "Group: begin", 0, 0, 0});
+  }
+  const std::string name = lobby_name(bootstrap, config);
+  auto fabric = fabric::begin_shm_fabric(rank, size, name);
+  fabric->lobby()->open({name, config_text(config, size), 0, {}});
+  return host::begin_host_engine(config, domains, std::move(fabric));
+}
+
+std::shared_ptr<Engine> join_group(const Bootstrap& bootstrap, GroupConfig config) {
+  complete_config(config);
+  const int rank = bootstrap.rank(), size = bootstrap.size();
+  check_elastic(config, rank, size, "the name that the group was made with");
   const std::string text = config_text(config, size);
   const std::uint64_t ticket = fabric::random_key(rank)[0] | fabric::kTicketBit;
   const std::string name = lobby_name(bootstrap, config);

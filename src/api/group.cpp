@@ -39,6 +39,7 @@ std::shared_ptr<Engine> make_cuda_group(Bootstrap& bootstrap, const GroupConfig&
 
 std::shared_ptr<Engine> make_group_engine(Bootstrap& bootstrap, GroupConfig config) {
   if (bootstrap.joins()) return join_group(bootstrap, std::move(config));
+  if (bootstrap.begins()) return begin_group(bootstrap, std::move(config));
   const Inside inside = agree_on_wires(bootstrap, config);
   if (config.backend == Backend::cuda) return make_cuda_group(bootstrap, config, inside);
   auto fabric = make_wires(bootstrap, config, inside);

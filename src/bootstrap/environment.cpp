@@ -18,6 +18,7 @@
 //                      Unix socket of this user, and the address is not used. Its name holds the
 //                      launcher's name for the job (TORCHELASTIC_RUN_ID, SLURM_JOB_ID and
 //                      SLURM_STEP_ID, PMIX_NAMESPACE, PMI_JOBID), where there is one
+//   FERRY_BEGIN        1: this process begins a group alone, which the others join
 //   FERRY_JOIN         1: this process takes the place of a rank that has ended (`ferry run` sets
 //   it)
 #include <ferry/bootstrap.hpp>
@@ -205,10 +206,10 @@ std::string socket_name(std::uint16_t port) {
   return name + digits;
 }
 
-bool joins() {
-  const auto value = variable("FERRY_JOIN");
+bool is_set(const char* name) {
+  const auto value = variable(name);
   if (!value || value->empty() || *value == "0") return false;
-  if (*value != "1") refuse("FERRY_JOIN", "is " + in_quotes(*value) + ", expected 0 or 1");
+  if (*value != "1") refuse(name, "is " + in_quotes(*value) + ", expected 0 or 1");
   return true;
 }
 
@@ -220,7 +221,8 @@ TcpOptions tcp_options_from_environment() {
   options.size = integer(by.size, 1, 65536, kStart);
   options.rank = integer(by.rank, 0, options.size - 1, kStart);
   options.port = port(by);
-  options.join = joins();
+  options.join = is_set("FERRY_JOIN");
+  options.begin = is_set("FERRY_BEGIN");
   if (user_sockets() && on_one_host(by) && !variable("FERRY_SECRET") &&
       !variable("FERRY_SECRET_FILE")) {
     options.address = socket_name(options.port);

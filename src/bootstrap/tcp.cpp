@@ -185,7 +185,7 @@ namespace ferry {
 std::shared_ptr<Bootstrap> tcp_bootstrap(const TcpOptions& options) {
   read_log_level();
   auto made = in_words(options.rank, "tcp_bootstrap", [&]() -> std::shared_ptr<Bootstrap> {
-    if (options.join) return bootstrap::joining_bootstrap(options);
+    if (options.join || options.begin) return bootstrap::lone_bootstrap(options);
     return std::make_shared<bootstrap::TcpBootstrap>(options);
   });
   if (logs(LogLevel::info)) {

@@ -77,6 +77,6 @@ class TcpBootstrap final : public Bootstrap {
 };
 
 /// Of a process that takes the place of a lost rank.
-std::shared_ptr<Bootstrap> joining_bootstrap(const TcpOptions& options);
+std::shared_ptr<Bootstrap> lone_bootstrap(const TcpOptions& options);
 
 }  // namespace ferry::bootstrap

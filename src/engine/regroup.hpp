@@ -43,6 +43,8 @@ class Regroup {
   /// Where a process that joins finds ranks of other domains, beside its host; never blocks.
   using Cards = std::function<std::vector<fabric::Elsewhere>()>;
   void look_at(Cards cards) { cards_ = std::move(cards); }
+  /// Of a process that begins alone, once: epoch 2 has this rank only.
+  Epoch begin_alone();
   /// Of a process that joins, once: waits until the ranks take it in, at most one deadline. Throws
   /// Error(refused) when another process has its seat.
   Epoch join();

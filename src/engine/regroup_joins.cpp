@@ -4,6 +4,7 @@
 
 #include "base/text.hpp"
 #include "engine/regroup.hpp"
+#include "platform/death_watch.hpp"
 
 namespace ferry::engine {
 namespace {
@@ -178,6 +179,14 @@ void Regroup::advance_links() {
     carrier_->say(peer, member_->statement());
   }
   for (int seat = failed.next(); seat >= 0; seat = failed.next(seat + 1)) member_->suspect(seat);
+}
+
+Epoch Regroup::begin_alone() {
+  const int self = channel_.rank();
+  *member_ = Member::lone_founder(self, arbiter_.has_value());
+  seated_ = member_->view().epoch;
+  deaths_ = DeathWatch::count();
+  return go_on();
 }
 
 Epoch Regroup::join() {

@@ -48,14 +48,11 @@ class Membership {
 
   /// Seat `self` of a group that begins with `seats` ranks.
   static constexpr Membership founder(int self, int seats, bool arbiter = false) {
-    Membership rank(self, arbiter);
-    rank.standing_ = Standing::kMember;
-    rank.mine().epoch = 1;
-    rank.mine().view.epoch = 1;
-    rank.mine().view.generation = 1;
-    rank.mine().view.live = Seats::first(seats);
-    rank.changed();
-    return rank;
+    return founder(self, Seats::first(seats), 1, arbiter);
+  }
+  /// Of one that begins alone, in epoch 2, for in epoch 1 all seats are taken: the others may join.
+  static constexpr Membership lone_founder(int self, bool arbiter = false) {
+    return founder(self, Seats::of(self), 2, arbiter);
   }
   /// A process that wants seat `self`. `ticket`: not 0, and no other process ever has the same.
   static constexpr Membership joiner(int self, std::uint64_t ticket, bool arbiter = false) {
@@ -212,6 +209,16 @@ class Membership {
   }
 
  private:
+  static constexpr Membership founder(int self, const Seats& seats, Epoch epoch, bool arbiter) {
+    Membership rank(self, arbiter);
+    rank.standing_ = Standing::kMember;
+    rank.mine().epoch = epoch;
+    rank.mine().view.epoch = epoch;
+    rank.mine().view.generation = 1;
+    rank.mine().view.live = seats;
+    rank.changed();
+    return rank;
+  }
   constexpr Membership(int self, bool arbiter) : self_(self), arbiter_exists_(arbiter ? 1 : 0) {}
 
   static constexpr int proposer(std::uint64_t round) {

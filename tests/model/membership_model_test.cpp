@@ -49,6 +49,8 @@ TEST(MembershipModel, IsSound) {
   expect_sound("3 ranks, 1 late, 1 joins", {.late = 1, .delays = 0, .joins = 2, .closes = true});
   expect_sound("3 ranks, 1 death, 1 knocks",
                {.deaths = 1, .delays = 0, .joins = 2, .knocks = true});
+  expect_sound("1 begins alone, 1 joins, 1 death", {.ranks = 1, .deaths = 1, .joins = 1});
+  expect_sound("1 begins alone, 1 joins, 1 late", {.ranks = 1, .late = 1, .joins = 1});
   expect_sound("4 ranks, 1 late, arbiter", {.ranks = 4, .late = 1, .delays = 0, .arbiter = true});
 }
 

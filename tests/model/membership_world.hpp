@@ -119,13 +119,17 @@ class MembershipWorld {
     return seat_of == case_.joins && s.joined != 0 && epoch >= s.joined ? case_.ranks : seat_of;
   }
 
+  Rank founder(int p) const {
+    return case_.ranks == 1 ? Rank::lone_founder(p, case_.arbiter)
+                            : Rank::founder(p, case_.ranks, case_.arbiter);
+  }
+
   State start() {
     State s;
-    s.decided[1] = Rank::founder(0, case_.ranks).view();
+    s.decided[at(static_cast<int>(founder(0).view().epoch))] = founder(0).view();
     for (int p = 0; p < count(); ++p) {
       Process& mine = s.processes[at(p)];
-      mine.rank = p < case_.ranks ? Rank::founder(p, case_.ranks, case_.arbiter)
-                                  : Rank::joiner(case_.joins, kTicket, case_.arbiter);
+      mine.rank = p < case_.ranks ? founder(p) : Rank::joiner(case_.joins, kTicket, case_.arbiter);
       mine.alive = 1;
       mine.granted = p < case_.ranks ? (1u << case_.ranks) - 1 : 0;
     }

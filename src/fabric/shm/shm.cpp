@@ -304,11 +304,34 @@ std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, const Domains& dom
   return std::make_unique<ShmFabric>(rank, key, processes_of(ranks));
 }
 
+namespace {
+
+/// Nobody but this process.
+std::vector<std::optional<ProcessName>> alone(int rank, int size) {
+  std::vector<std::optional<ProcessName>> ranks(static_cast<std::size_t>(size));
+  ranks[static_cast<std::size_t>(rank)] = this_process();
+  return ranks;
+}
+
+}  // namespace
+
+std::unique_ptr<Fabric> begin_shm_fabric(int rank, int size, const std::string& name) {
+  remove_orphans();
+  const auto doors = Doors(door_key(name), rank, size).list();
+  if (!doors.empty()) {
+    throw Error(ErrorKind::refused,
+                "Group: rank " + std::to_string(rank) + " wants to begin " + name +
+                    " alone, but process " + std::to_string(doors.front()->page().owner.pid) +
+                    " has begun one that runs; join it, or give another name (elastic) or port",
+                {.rank = rank, .peer = doors.front()->rank()});
+  }
+  return std::make_unique<ShmFabric>(rank, random_key(rank), alone(rank, size));
+}
+
 Met join_shm_fabric(int rank, int size, const std::string& name, const LookElsewhere& elsewhere,
                     std::chrono::nanoseconds deadline, const OnWait& on_wait) {
   remove_orphans();
-  std::vector<std::optional<ProcessName>> ranks(static_cast<std::size_t>(size));
-  ranks[static_cast<std::size_t>(rank)] = this_process();
+  const auto ranks = alone(rank, size);
   Doors lobby(door_key(name), rank, size);
   const auto end = std::chrono::steady_clock::now() + deadline;
   for (int turn = 0;;) {

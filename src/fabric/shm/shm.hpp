@@ -32,6 +32,10 @@ std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, const Domains& dom
                                         std::chrono::nanoseconds deadline,
                                         const OnWait& on_wait = {});
 
+/// Of a process that begins a group alone: as `join_shm_fabric`, with a group of its own. Throws
+/// Error(refused) where one of that name runs.
+std::unique_ptr<Fabric> begin_shm_fabric(int rank, int size, const std::string& name);
+
 struct Met {
   std::unique_ptr<Fabric> fabric{};
   Visitor there{};  ///< a rank that was found; without its memory

@@ -125,25 +125,43 @@ std::shared_ptr<HostEngine> make_host_engine(Bootstrap& bootstrap, const GroupCo
   return std::make_shared<HostEngine>(std::move(memory), config, domains, control, body_bytes);
 }
 
-std::shared_ptr<HostEngine> join_host_engine(const GroupConfig& config, const Domains& domains,
-                                             std::unique_ptr<fabric::Fabric> fabric,
-                                             std::uint64_t ticket) {
+namespace {
+
+/// Without a bootstrap: nobody else is there yet, as far as this process knows.
+std::shared_ptr<HostEngine> make_alone(const GroupConfig& config, const Domains& domains,
+                                       std::unique_ptr<fabric::Fabric> fabric) {
   auto memory = std::make_shared<Memory>(std::move(fabric));
   fabric::Fabric& wire = *memory->fabric;
-  if (const auto arbiter = arbiter_of(config, domains, wire)) {
-    engine::at_most_for<void>(config.deadline, late_arbiter(wire.rank()),
-                              [arbiter] { arbiter->check_there(); });
-  }
   const fabric::Segment control = wire.register_memory(control_bytes(config, domains, 0));
   const fabric::Segment arena = wire.register_memory(arena_bytes(config));
   wire.seal(control.id);  // the others open its descriptors
   wire.seal(arena.id);
   memory->arena.add(arena);
-  for (int peer = 0; peer < wire.size(); ++peer) {  // until it is known who is there
+  for (int peer = 0; peer < wire.size(); ++peer) {
     if (peer != wire.rank() && wire.lobby()->has(peer)) wire.lobby()->vacate(peer);
   }
   auto engine = std::make_shared<HostEngine>(std::move(memory), config, domains, control, 0);
   show_card(config, wire);
+  return engine;
+}
+
+}  // namespace
+
+std::shared_ptr<HostEngine> begin_host_engine(const GroupConfig& config, const Domains& domains,
+                                              std::unique_ptr<fabric::Fabric> fabric) {
+  auto engine = make_alone(config, domains, std::move(fabric));
+  engine->begin();
+  return engine;
+}
+
+std::shared_ptr<HostEngine> join_host_engine(const GroupConfig& config, const Domains& domains,
+                                             std::unique_ptr<fabric::Fabric> fabric,
+                                             std::uint64_t ticket) {
+  if (const auto arbiter = arbiter_of(config, domains, *fabric)) {
+    engine::at_most_for<void>(config.deadline, late_arbiter(fabric->rank()),
+                              [arbiter] { arbiter->check_there(); });
+  }
+  auto engine = make_alone(config, domains, std::move(fabric));
   engine->join(ticket);
   return engine;
 }

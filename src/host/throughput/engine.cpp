@@ -294,6 +294,10 @@ std::shared_ptr<VaultEngine> HostEngine::make_vault(std::size_t version_bytes) {
   return vault;
 }
 
+void HostEngine::begin() {
+  enter("regroup", nullptr, [this] { go_on(membership().begin_alone()); });
+}
+
 void HostEngine::join(std::uint64_t ticket) {
   enter(
       "regroup", nullptr, [this, ticket] { go_on(membership(ticket).join()); }, nullptr, {},

@@ -53,6 +53,10 @@ std::shared_ptr<HostEngine> make_host_engine(Bootstrap& bootstrap, const GroupCo
                                              std::unique_ptr<fabric::Fabric> fabric,
                                              std::size_t body_bytes = 0);
 
+/// Of a process that begins alone: not collective. `fabric`: its lobby is open.
+std::shared_ptr<HostEngine> begin_host_engine(const GroupConfig& config, const Domains& domains,
+                                              std::unique_ptr<fabric::Fabric> fabric);
+
 /// Of a process that takes a lost rank's place: not collective. `fabric`: its lobby is open, with
 /// this ticket. Returns when the ranks have taken it in.
 std::shared_ptr<HostEngine> join_host_engine(const GroupConfig& config, const Domains& domains,
@@ -124,6 +128,8 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   CallTuner& tuner() { return tuner_; }
 
   std::uint64_t epoch() const override { return now_.epoch(); }
+  /// Of a process that begins alone, at once after creation: it is the only one of its epoch.
+  void begin();
   /// Of a process that takes a lost rank's place, at once after creation: waits until it is in.
   void join(std::uint64_t ticket);
   /// The newest committed step that this rank knows.

@@ -24,6 +24,59 @@ GroupConfig replaceable(const std::string& name, std::chrono::nanoseconds deadli
   return config;
 }
 
+TEST(Join, OneBeginsAndTheOthersCome) {
+  GroupConfig config = replaceable("begins");
+  config.experts = 20;
+  std::latch begun(4), three(4);
+  on_ranks(4, [&](int thread) {
+    const auto grow_to = [](Group& group, std::size_t ranks) {
+      while (group.view().ranks.size() < ranks) {
+        if (!group.commit(group.view().step + 1)) continue;
+        group.regroup();
+      }
+      exchange_among(group, group.view().ranks);
+    };
+    std::optional<Group> group;
+    if (thread == 2) {
+      group.emplace(begin(2, 5, config));
+      EXPECT_EQ(group->view(), (GroupView{2, {2}, {0, 1, 3, 4}, 0, {}}));
+      exchange_among(*group, {2});
+      group->commit(1);
+      expect_error(ErrorKind::invalid_argument, {"plan", "expert", "rank 0", "epoch 2"},
+                   [&] { exchange_among(*group, {0}, 1); });
+      expect_error(ErrorKind::refused, {"rank 4", "begin", "has begun one"},
+                   [&] { begin(4, 5, config); });
+    }
+    begun.arrive_and_wait();
+    if (thread == 3) three.arrive_and_wait();
+    if (thread != 2) group.emplace(join(thread, 5, config));
+    if (thread != 3) {
+      grow_to(*group, 3);
+      EXPECT_EQ(group->view().ranks, (std::vector<int>{0, 1, 2}));
+      three.arrive_and_wait();
+    }
+    grow_to(*group, 4);
+    EXPECT_EQ(group->view().lost, std::vector<int>{4});
+    // Who has begun is a rank as the others are.
+    barrier_before_some_leave(*group);
+    if (thread == 2) return group->destroy();
+    wait_for_a_loss(*group);
+    EXPECT_EQ(group->regroup().ranks, (std::vector<int>{0, 1, 3}));
+    exchange_among(*group, {0, 1, 3});
+    group->barrier();
+  });
+}
+
+TEST(Join, NobodyBeginsAloneElsewhere) {
+  GroupConfig config = replaceable("begins_elsewhere");
+  config.domain_size = 1;
+  config.network = FabricKind::ofi;
+  expect_error(ErrorKind::unsupported, {"begin", "3 domains"}, [&] { begin(0, 3, config); });
+  config.elastic.clear();
+  expect_error(ErrorKind::invalid_argument, {"elastic", "begins or joins"},
+               [&] { begin(0, 3, config); });
+}
+
 TEST(Join, AProcessTakesThePlaceOfARankThatLeft) {
   std::latch left(4);
   const GroupConfig config = replaceable("one");

@@ -23,12 +23,14 @@ inline GroupConfig domains_of(int size, std::chrono::nanoseconds deadline = 20s)
   return config;
 }
 
-class Joins final : public Bootstrap {
+/// Of a process that joins, or that begins a group alone.
+class Alone final : public Bootstrap {
  public:
-  Joins(int rank, int size) : rank_(rank), size_(size) {}
+  Alone(int rank, int size, bool begins) : rank_(rank), size_(size), begins_(begins) {}
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  bool joins() const override { return true; }
+  bool joins() const override { return !begins_; }
+  bool begins() const override { return begins_; }
   std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte>,
                                                  std::chrono::nanoseconds, const OnWait&) override {
     throw Error(ErrorKind::unsupported, "there is nobody to gather with");
@@ -37,10 +39,14 @@ class Joins final : public Bootstrap {
  private:
   int rank_;
   int size_;
+  bool begins_;
 };
 
 inline Group join(int rank, int size, const GroupConfig& config) {
-  return {std::make_shared<Joins>(rank, size), config};
+  return {std::make_shared<Alone>(rank, size, false), config};
+}
+inline Group begin(int rank, int size, const GroupConfig& config) {
+  return {std::make_shared<Alone>(rank, size, true), config};
 }
 
 /// Commits until a process waits; the step.
