@@ -126,7 +126,7 @@ format: setup-lint
 
 docs: setup-docs
 	@$(MAKE) package
-	@$(PYTHON_VENV) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@$(PYTHON_VENV) -m sphinx -W --keep-going -b html docs docs/_build/html
 	@$(PYTHON_VENV) tools/lint/check_pages.py docs/_build/html
 	@echo 'docs: open docs/_build/html/index.html'
 
