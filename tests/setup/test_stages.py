@@ -94,7 +94,8 @@ def test_failed_tests_are_at_the_end_with_what_they_said(
     junit.write_text(
         '<testsuite><testcase classname="a.b" name="fine"/>'
         '<testcase classname="a.b" name="broken"><failure>why\n.cpp:9: Failure\n1 for 2'
-        + "\nmore" * 100
+        + "\nmore"
+        * 100
         + "\nend</failure></testcase>"
         '<testcase classname="c" name="absent" status="notrun"><skipped/></testcase></testsuite>'
     )
