@@ -130,10 +130,10 @@ bool PointToPoint::wait(Transfer& transfer, std::chrono::nanoseconds limit, cons
   } counted{++waiting_};
   while (!transfer.done.load(std::memory_order_relaxed)) {  // relaxed: under the mutex
     if (Clock::now() - start >= limit) return false;
-    if (!moving_ && transfer.begun) {
+    if (!moving_ && !stopped_ && transfer.begun) {
       move_until(lock, &transfer);
     } else {
-      ring_.wake();  // the thread moves only while nobody waits
+      ring_.wake();  // the thread moves only while nobody waits; stop() needs the lock
       changed_.wait_for(lock, kSleep);
     }
     if (transfer.done.load(std::memory_order_relaxed) || !on_wait) continue;

@@ -285,22 +285,37 @@ TEST(PointToPoint, ADeadlineNamesThePeer) {
 }
 
 // The collectives end with a transfer under way.
-TEST(PointToPoint, DestroyEndsTransfers) {
+void destroy_with_a_transfer(bool while_waiting) {
   const auto bootstraps = thread_bootstrap(2);
   std::atomic<bool> over{false};
   on_ranks(2, [&](int r) {
     Stream stream;
     Values x(4);
     Event never;
+    std::thread waiter;
+    const auto expect_destroyed = [&] {
+      expect_error(ErrorKind::destroyed, {"destroyed"}, [&] { never.wait(); });
+    };
     {
       Collectives all(bootstraps[static_cast<std::size_t>(r)], GroupConfig{.deadline = 60s});
       all.barrier();
       if (r == 0) never = all.recv(view(x), 1, 0, {&stream});
+      if (r == 0 && while_waiting) waiter = std::thread(expect_destroyed);
+      if (waiter.joinable()) std::this_thread::sleep_for(20ms);
       while (r == 1 && !over) std::this_thread::sleep_for(1ms);
     }
     over = true;
-    if (r == 0) expect_error(ErrorKind::destroyed, {"destroyed"}, [&] { never.wait(); });
+    if (waiter.joinable()) waiter.join();
+    if (r == 0) expect_destroyed();
   });
+}
+
+TEST(PointToPoint, DestroyEndsTransfers) {
+  destroy_with_a_transfer(false);
+}
+
+TEST(PointToPoint, DestroyEndsTransfersThatAreWaitedFor) {
+  destroy_with_a_transfer(true);
 }
 
 // What a peer writes is checked, whatever it is.
