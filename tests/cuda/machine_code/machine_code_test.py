@@ -41,7 +41,7 @@ def setUpModule() -> None:
 
 
 def families(source: Path) -> list[tuple[int, ...]]:
-    """Architectures by what a source tells apart: one PTX serves those between which it does not."""
+    """Architectures by what a source tells apart: one PTX serves those it does not."""
     asked = code.asked_architectures(source, ROOT)
     found: dict[int, list[int]] = {}
     for sm in ARCHITECTURES:
