@@ -41,6 +41,8 @@ void PointToPoint::look_after_peers() {
 bool PointToPoint::is_gone(int rank) {
   Peer& peer = peers_[index(rank)];
   if (peer.open == 0) return false;
+  step();  // what it sent before may end the last transfer with it
+  if (peer.open == 0) return false;
   if (engine_->topology().together(rank, engine_->rank())) return true;
   if (engine_->channel().gone(rank)) return true;
   if (!peer.left_since) peer.left_since = last_look_;
