@@ -121,6 +121,8 @@ class Vault:
         network now, into registered memory that is free again from the next put on; without several
         domains it changes nothing. Keys that nobody has put are ignored.
         """
+        if not isinstance(wanted, Iterable):
+            refuse("recover: wanted", describe(wanted), "keys")
         keys = [integer("recover: wanted", key, -INT64_MAX, INT64_MAX) for key in wanted]
         return self._raw.recover(keys)
 

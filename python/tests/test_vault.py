@@ -72,11 +72,12 @@ def test_a_domain_that_left_is_there_for_the_others() -> None:
         except ferry.UnsupportedError as error:
             pytest.skip(str(error))
         mine = np.full(5, number)
-        vault = ferry.Vault(group, ferry.Vault.bytes_of({number: mine}))
+        no_rows = np.empty((0, 3))
+        vault = ferry.Vault(group, ferry.Vault.bytes_of({number: mine, 4: no_rows}))
         vault.recover()
         vault.put(0, {number: mine})
         group.commit(1)
-        vault.put(1, {number: mine + 10})
+        vault.put(1, {number: mine + 10} | ({4: no_rows} if number == 3 else {}))
         with contextlib.suppress(ferry.PeerLeftError):
             group.barrier()
         if number >= 2:
@@ -88,12 +89,15 @@ def test_a_domain_that_left_is_there_for_the_others() -> None:
                     group.barrier()
             group.regroup()
         assert vault.recover([2, 3] if number == 0 else iter([2])) == 1
-        assert vault.keys() == [0, 1, 2, 3]
+        assert vault.keys() == [0, 1, 2, 3, 4]
         for key in (0, 1, 2):
             vault.get(key, mine)
             assert (mine == key + 10).all()
-        with pytest.raises(ferry.InvalidArgumentError, match="recover: wanted"):
-            vault.recover([2.5])  # type: ignore[list-item]
+        for wrong in ([2.5], None, 2):
+            with pytest.raises(ferry.InvalidArgumentError, match="recover: wanted"):
+                vault.recover(wrong)  # type: ignore[arg-type]
+        assert vault.recover([4]) == 1  # nothing else: no bytes come
+        vault.get(4, no_rows)
         group.barrier()
         group.destroy()
 

@@ -187,8 +187,8 @@ void HostVault::fetch(std::span<const std::int64_t> wanted) {
   StepMessage head;
   head.call = signature(CallKind::recover);
   const auto prepare = [&] {
-    if (bytes == 0) return true;
-    fetched_ = take(bytes, head);
+    if (mine.empty()) return true;
+    fetched_ = take(std::max<std::size_t>(bytes, 1), head);  // tensors may have no elements
     head.segment = fetched_.region.address.segment;
     head.offset = fetched_.region.address.offset;
     return fetched_.lease != nullptr;
