@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
+from rank_processes import free_port
 from rank_threads import run_threads
 
 import ferry
@@ -49,3 +52,47 @@ def test_bad_steps_are_refused() -> None:
         with pytest.raises(ferry.InvalidArgumentError, match="commit: step"):
             group.commit(0)
         assert group.view().ranks == [0]
+
+
+def test_of_several_that_begin_at_once_one_does() -> None:
+    for _ in range(8):
+        port, at_once = free_port(), threading.Barrier(4)
+
+        def rank(number: int, port: int = port, at_once: threading.Barrier = at_once) -> int:
+            boot = ferry.tcp(rank=number, size=4, port=port, secret="a test", begin=True)
+            at_once.wait()
+            try:
+                group = ferry.Group(boot, experts=4, elastic="at once", memory_bytes=1 << 16)
+            except ferry.RefusedError:
+                at_once.wait()
+                return 0
+            at_once.wait()
+            assert group.view().ranks == [number]
+            group.destroy()
+            return 1
+
+        assert sum(run_threads(4, rank)) == 1
+
+
+def test_a_group_begins_again_when_all_its_ranks_have_ended() -> None:
+    port, ended = free_port(), threading.Event()
+    config = {"experts": 4, "elastic": "again", "deadline": 100, "memory_bytes": 1 << 16}
+
+    def rank(number: int) -> None:
+        how = {"join": True} if number else {"begin": True}
+        boot = ferry.tcp(rank=number, size=2, port=port, secret="a test", **how)
+        if number == 1:
+            with pytest.raises(ferry.DeadlineExceededError, match="all its ranks have ended"):
+                ferry.Group(boot, **config)
+            ended.set()
+            return
+        group = ferry.Group(boot, **config)
+        while not group.commit(group.view().step + 1):
+            pass
+        group.destroy()
+        assert ended.wait(40)  # it has waited for its deadline otherwise
+        again = ferry.Group(boot, **config)
+        assert again.view().lost == [1]
+        again.destroy()
+
+    run_threads(2, rank)

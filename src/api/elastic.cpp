@@ -137,6 +137,7 @@ std::shared_ptr<Engine> begin_group(const Bootstrap& bootstrap, GroupConfig conf
                 {rank, -1, "Group: begin", 0, 0, 0});
   }
   const std::string name = lobby_name(bootstrap, config);
+  const Socket turn = fabric::turn_to_begin(rank, name);
   auto fabric = fabric::begin_shm_fabric(rank, size, name);
   fabric->lobby()->open({name, config_text(config, size), 0, {}});
   return host::begin_host_engine(config, domains, std::move(fabric));

@@ -1,5 +1,6 @@
 // How processes come into the group (seating.hpp, linking.hpp): of those that join, and of the
 // ranks.
+#include <algorithm>
 #include <string>
 
 #include "base/text.hpp"
@@ -11,6 +12,9 @@ namespace {
 
 /// So often a process that joins tells that it waits.
 constexpr auto kKnockPeriod = std::chrono::milliseconds(100);
+/// A group of one domain has ended when a process that joins has seen none of its ranks for so
+/// long.
+constexpr auto kGone = std::chrono::seconds(1);
 
 }  // namespace
 
@@ -197,6 +201,7 @@ Epoch Regroup::join() {
             {channel_.rank(), channel_.rank(), kRegroup, 0, 0, 0}));
   const auto end = Clock::now() + config_.deadline;
   auto ring_at = Clock::now();
+  auto gone_at = ring_at + kGone;
   for (;;) {
     if (channel_.left()) throw_destroyed();
     const std::uint64_t rung = bell().load(protocol::order::acquire);
@@ -208,7 +213,8 @@ Epoch Regroup::join() {
     }
     knock();
     if (member_->standing() == Standing::kMember) break;
-    check_may_join(end);
+    if (carrier_ || seating_.any_seated()) gone_at = Clock::now() + kGone;
+    check_may_join(std::min(end, gone_at));
     if (Clock::now() >= ring_at) {
       seating_.ring_all();
       ring_at = Clock::now() + kKnockPeriod;
@@ -246,9 +252,10 @@ void Regroup::check_may_join(Clock::time_point end) const {
   }
   if (!carrier_ || seating_.any_seated()) {
     refuse(ErrorKind::deadline,
-           newest == nullptr ? "all its ranks have ended"
-                             : "its ranks did not call regroup within the deadline; commit returns "
-                               "true on all of them while a process waits");
+           seating_.any_seated()
+               ? "its ranks did not call regroup within the deadline; commit returns true on all "
+                 "of them while a process waits"
+               : "all its ranks have ended");
   }
   const Said* far = newest_far();
   if (far == nullptr) {

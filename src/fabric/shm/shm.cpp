@@ -1,6 +1,7 @@
 #include "fabric/shm/shm.hpp"
 
 #include <algorithm>
+#include <cerrno>
 #include <ferry/error.hpp>
 #include <memory>
 #include <mutex>
@@ -10,6 +11,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/open_files.hpp"
 #include "fabric/identity.hpp"
 #include "fabric/lobby.hpp"
 #include "fabric/mapped_fabric.hpp"
@@ -17,7 +19,9 @@
 #include "fabric/shm/handshake.hpp"
 #include "fabric/shm/names.hpp"
 #include "fabric/shm/object.hpp"
+#include "platform/host.hpp"
 #include "platform/pages.hpp"
+#include "platform/socket.hpp"
 
 namespace ferry::fabric {
 namespace {
@@ -315,6 +319,22 @@ std::vector<std::optional<ProcessName>> alone(int rank, int size) {
 
 }  // namespace
 
+Socket turn_to_begin(int rank, const std::string& name) {
+  if (!user_sockets()) return {};  // nor are there doors
+  const std::string object = object_name(door_key(name), {}, 0, 0);
+  int error = 0;
+  Socket turn = listen_on(user_socket_address("@ferry.begin." + std::to_string(user_id()) +
+                                              object.substr(object.rfind('-'))),
+                          error);
+  if (turn) return turn;
+  const bool taken = error == EADDRINUSE;
+  throw Error(taken ? ErrorKind::refused : ErrorKind::system,
+              "Group: rank " + std::to_string(rank) + " wants to begin " + name + " alone, but " +
+                  (taken ? "another process begins it at this moment; join it"
+                         : "cannot keep others from it: " + error_text(error)),
+              {.rank = rank});
+}
+
 std::unique_ptr<Fabric> begin_shm_fabric(int rank, int size, const std::string& name) {
   remove_orphans();
   const auto doors = Doors(door_key(name), rank, size).list();
@@ -322,7 +342,8 @@ std::unique_ptr<Fabric> begin_shm_fabric(int rank, int size, const std::string& 
     throw Error(ErrorKind::refused,
                 "Group: rank " + std::to_string(rank) + " wants to begin " + name +
                     " alone, but process " + std::to_string(doors.front()->page().owner.pid) +
-                    " has begun one that runs; join it, or give another name (elastic) or port",
+                    " is in one of that name, or waits for a place there; join it, or give another "
+                    "name (elastic) or port",
                 {.rank = rank, .peer = doors.front()->rank()});
   }
   return std::make_unique<ShmFabric>(rank, random_key(rank), alone(rank, size));

@@ -12,6 +12,7 @@
 #include "core/domains.hpp"
 #include "fabric/fabric.hpp"
 #include "fabric/lobby.hpp"
+#include "platform/unique_descriptor.hpp"
 
 namespace ferry::fabric {
 
@@ -31,6 +32,10 @@ std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, std::chrono::nanos
 std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, const Domains& domains,
                                         std::chrono::nanoseconds deadline,
                                         const OnWait& on_wait = {});
+
+/// While a process has it, no other begins a group of that name: until others find its memory.
+/// Throws Error(refused) where another one has it.
+Socket turn_to_begin(int rank, const std::string& name);
 
 /// Of a process that begins a group alone: as `join_shm_fabric`, with a group of its own. Throws
 /// Error(refused) where one of that name runs.

@@ -44,7 +44,7 @@ TEST(Join, OneBeginsAndTheOthersCome) {
       group->commit(1);
       expect_error(ErrorKind::invalid_argument, {"plan", "expert", "rank 0", "epoch 2"},
                    [&] { exchange_among(*group, {0}, 1); });
-      expect_error(ErrorKind::refused, {"rank 4", "begin", "has begun one"},
+      expect_error(ErrorKind::refused, {"rank 4", "begin", "is in one"},
                    [&] { begin(4, 5, config); });
     }
     begun.arrive_and_wait();
