@@ -12,8 +12,7 @@ namespace {
 
 /// So often a process that joins tells that it waits.
 constexpr auto kKnockPeriod = std::chrono::milliseconds(100);
-/// A group of one domain has ended when a process that joins has seen none of its ranks for so
-/// long.
+/// A process that joins takes a group of one domain as ended when it has seen no rank for so long.
 constexpr auto kGone = std::chrono::seconds(1);
 
 }  // namespace

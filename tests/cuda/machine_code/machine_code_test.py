@@ -14,8 +14,8 @@ import machine_code as code
 
 NVCC = os.environ.get("FERRY_NVCC", "")
 ROOT = Path(__file__).resolve().parents[3]
-# One of each generation that sources tell apart: what they say for 120 holds for 100, too
-# (test_all_that_sources_tell_apart_is_compiled).
+# Together they compile every branch of the sources, those for 100 too: its own code differs from
+# theirs in which branches it combines (test_all_that_sources_tell_apart_is_compiled).
 ARCHITECTURES = (80, 90, 120)
 JOBS = 2
 
