@@ -2,9 +2,13 @@
 // where it lies, by the definition; ranks that disagree, leave or fail.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <numeric>
+#include <optional>
+#include <thread>
 
 #include "api/domain_bootstrap.hpp"
 #include "api/rails.hpp"
@@ -19,7 +23,7 @@ namespace {
 
 using namespace host::test;
 
-/// The GPUs of a domain, by collectives of the host. Everything has ended when a call returns.
+/// The GPUs of a domain, by collectives of the host, on a stream of the host.
 class HostGpus final : public cuda::DomainGpus {
  public:
   /// `sums`: that it makes before it breaks.
@@ -34,47 +38,100 @@ class HostGpus final : public cuda::DomainGpus {
     std::byte* memory = memory_[index(slot)].data();
     return {memory, memory + room_, memory + 2 * room_};
   }
-  void begin(const Event& after, int) override { after.wait(); }
+  void begin(const Event& after, int) override {
+    expect_caller();
+    stream_.wait(after);
+  }
   void reduce_shares(const ConstTensorView& x, ReduceOp op, std::int64_t share,
                      void* own) override {
     if (sums_-- == 0) throw Error(ErrorKind::system, "the GPU has fallen off the bus");
-    Bytes all(x.bytes());
-    copy(all.data(), x.data, all.size());
-    ReduceOptions options;
-    options.op = op == ReduceOp::mean ? ReduceOp::sum : op;
-    ranks_->all_reduce({all.data(), x.dtype, x.shape}, options);
-    const auto [first, count] = part(x.shape.product(), share);
-    copy(own, all.data() + first * size_of(x.dtype), count * size_of(x.dtype));
+    run([=, this] {
+      Bytes all(x.bytes());
+      copy(all.data(), x.data, all.size());
+      ReduceOptions options;
+      options.op = op == ReduceOp::mean ? ReduceOp::sum : op;
+      ranks_->all_reduce({all.data(), x.dtype, x.shape}, options);
+      const auto [first, count] = part(x.shape.product(), share);
+      copy(own, all.data() + first * size_of(x.dtype), count * size_of(x.dtype));
+    });
   }
   void gather_shares(const void* own, std::int64_t bytes, std::int64_t share, void* out) override {
-    const std::int64_t ranks = engine().size();
-    Bytes mine(index(share)), all(index(share * ranks));
-    copy(mine.data(), own, part(bytes, share).second);
-    ranks_->all_gather(view(mine), view(all), {});
-    copy(out, all.data(), index(bytes));
+    run([=, this] {
+      const std::int64_t ranks = engine().size();
+      Bytes mine(index(share)), all(index(share * ranks));
+      copy(mine.data(), own, part(bytes, share).second);
+      ranks_->all_gather(view(mine), view(all), {});
+      copy(out, all.data(), index(bytes));
+    });
   }
   void broadcast(void* x, std::int64_t bytes, int root) override {
-    ranks_->broadcast({x, Dtype::u8, {bytes}}, root, {});
+    run([=, this] { ranks_->broadcast({x, Dtype::u8, {bytes}}, root, {}); });
   }
   void all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts) override {
-    ranks_->all_to_all(x, out, std::move(counts), {});
+    run([=, this] { ranks_->all_to_all(x, out, counts, {}); });
   }
   void convert(const ConstTensorView& from, const TensorView& to) override {
-    if (from.dtype == to.dtype) return copy(to.data, from.data, from.bytes());
-    for (std::int64_t i = 0; i < from.shape.product(); ++i) {
-      store(to, i, load(from, i));
+    run([=] {
+      if (from.dtype == to.dtype) return copy(to.data, from.data, from.bytes());
+      for (std::int64_t i = 0; i < from.shape.product(); ++i) {
+        store(to, i, load(from, i));
+      }
+    });
+  }
+  void tell(std::uint64_t number) override {
+    expect_caller();
+    EXPECT_GT(number, std::exchange(last_tell_, number));
+    (void)stream_.submit([=, this] { told_ = number; });
+  }
+  bool told(std::uint64_t number) const override { return told_ >= number; }
+  void hold(std::uint64_t number) override {
+    expect_caller();
+    EXPECT_LE(number, last_tell_);
+    (void)stream_.submit([=, this] {
+      while (released_ < number && !failed()) std::this_thread::yield();
+    });
+  }
+  void release(std::uint64_t number) override {
+    std::uint64_t before = released_;
+    while (before < number && !released_.compare_exchange_weak(before, number)) {
     }
   }
-  Event mark() override { return {}; }
+  bool failed() const override { return failed_; }
+  Event mark() override {
+    expect_caller();
+    return stream_.submit([this] {
+      if (error_) throw Error(*error_);
+    });
+  }
   void check_call(const char*, const Stream*, int) const override {}
-  Event hold(Stream&, std::uint64_t number, Event done) override {
-    EXPECT_GT(number, std::exchange(held_, number));
+  Event join(Stream& stream, Event done) override {
+    expect_caller();
+    stream.wait(stream_.record());
     return done;
   }
-  void release(std::uint64_t number) override { EXPECT_EQ(number, ++released_); }
-  void fail(const char* call, const Error& error) override { (void)ranks_->fail(call, error); }
+  void fail(const char* call, const Error& error) override {
+    (void)ranks_->fail(call, error);
+    failed_ = true;
+  }
 
  private:
+  /// Who has a GPU's stream wait for what another thread starts on the GPU, and then copies from
+  /// that stream into ordinary memory, keeps the other thread out of the driver, and both wait for
+  /// ever.
+  void expect_caller() const { EXPECT_EQ(std::this_thread::get_id(), caller_); }
+  /// After a failure nothing is done, as by kernels that give up.
+  void run(std::function<void()> work) {
+    expect_caller();
+    (void)stream_.submit([this, work = std::move(work)] {
+      if (failed_) return;
+      try {
+        work();
+      } catch (const Error& error) {
+        error_ = error;
+        failed_ = true;
+      }
+    });
+  }
   static void copy(void* to, const void* from, std::size_t bytes) {
     if (bytes > 0) std::memmove(to, from, bytes);
   }
@@ -107,8 +164,12 @@ class HostGpus final : public cuda::DomainGpus {
   std::size_t room_;
   int sums_;
   std::vector<std::byte> memory_[2];
-  std::uint64_t held_ = 0;
-  std::uint64_t released_ = 0;
+  const std::thread::id caller_ = std::this_thread::get_id();
+  std::uint64_t last_tell_ = 0;
+  std::atomic<std::uint64_t> told_{0}, released_{0};
+  std::atomic<bool> failed_{false};
+  std::optional<Error> error_{};  // of the stream's thread
+  Stream stream_{};               // ends before the rest
 };
 
 /// Which ranks are together, and how much crosses at once.
@@ -134,7 +195,7 @@ std::shared_ptr<cuda::DomainCollectives> make(Bootstrap& bootstrap, const Shape&
                                   fabric::make_local_fabric(part, config.deadline, config.on_wait));
   part.finish({}, config.deadline, {});
   return std::make_shared<cuda::DomainCollectives>(cuda::DomainCollectivesParts{
-      config, inside.domains, rails.all, rails.rail,
+      config, inside.domains, rails.calls, rails.all, rails.rail,
       std::make_unique<HostGpus>(gpus, shape.room, inside.domains.full_rails(), sums),
       std::move(rails.thread)});
 }

@@ -35,8 +35,10 @@ cuda::CollectiveWires make_rails(Bootstrap& bootstrap, const GroupConfig& config
   const GroupConfig crossing = crossing_config(config);
   const Domains& domains = inside.domains;
   cuda::CollectiveWires made;
-  made.all = host::make_host_collectives(bootstrap, crossing, domains,
-                                         make_wires(bootstrap, config, inside));
+  for (auto* each : {&made.calls, &made.all}) {
+    *each = host::make_host_collectives(bootstrap, crossing, domains,
+                                        make_wires(bootstrap, config, inside));
+  }
   const int place = domains.index(bootstrap.rank());
   const bool rides = place < domains.full_rails();
   DomainBootstrap part(bootstrap,

@@ -41,9 +41,11 @@ std::shared_ptr<Engine> make_cuda_domain_engine(Bootstrap& bootstrap, const Grou
 std::shared_ptr<CollectivesEngine> make_cuda_collectives(Bootstrap& bootstrap, GroupConfig config,
                                                          std::unique_ptr<fabric::Fabric> fabric);
 
-/// Of several domains. `all`, `rail`: of the host, among all ranks, and among those of this rank's
-/// rail, one of each domain in their order; null: it is on none. `thread`: of nobody else.
+/// Of several domains. `calls`, `all`, `rail`: of the host; the first two among all ranks, to
+/// compare calls and to move data; the third among those of this rank's rail, one of each domain in
+/// their order; null: it is on none. `thread`: of nobody else.
 struct CollectiveWires {
+  std::shared_ptr<CollectivesEngine> calls{};
   std::shared_ptr<CollectivesEngine> all{};
   std::shared_ptr<CollectivesEngine> rail{};
   Stream thread;

@@ -125,6 +125,26 @@ TEST_P(CollectivesInDomains, StreamsKeepTheOrderOfCalls) {
   });
 }
 
+// Such a copy keeps all other threads out of the driver until the stream has come to it.
+TEST_P(CollectivesInDomains, CopiesToOrdinaryMemoryFollow) {
+  if (GetParam().threads && GetParam().size > 1) GTEST_SKIP() << "ranks of a domain share a driver";
+  each([&](Pair& pair) {
+    OwnStream own(pair.device);
+    for (const std::int64_t count : {24, 200'000}) {
+      std::byte* x = pair.memory(At::ordinary, 0, Dtype::f32);
+      std::vector<float> sums(index(count), 1.0f);
+      pair.copier.put(x, sums);
+      pair.gpu.all_reduce(pair.view(x, Dtype::f32, count), {.stream = &own.stream});
+      need(cudaMemcpyAsync(sums.data(), x, sums.size() * sizeof(float), cudaMemcpyDeviceToHost,
+                           own.raw),
+           "cudaMemcpyAsync");
+      own.stream.synchronize();
+      for (const float sum : sums)
+        need(sum == static_cast<float>(pair.size()), "sum " + std::to_string(sum));
+    }
+  });
+}
+
 TEST_P(CollectivesInDomains, RanksThatDisagreeLearnItAndGoOn) {
   each([&](Pair& pair) {
     std::byte* x = pair.memory(At::ordinary, 0, Dtype::f32);

@@ -103,8 +103,8 @@ std::shared_ptr<CollectivesEngine> make_cuda_domain_collectives(Bootstrap& boots
     const Made here =
         make(inside.bootstrap, config_inside(config, rails), inside.make_fabric(), sharing);
     made = std::make_shared<DomainCollectives>(DomainCollectivesParts{
-        std::move(config), domains, std::move(wires.all), std::move(wires.rail),
-        std::make_unique<DeviceGpus>(here.engine, here.collectives, rails),
+        std::move(config), domains, std::move(wires.calls), std::move(wires.all),
+        std::move(wires.rail), std::make_unique<DeviceGpus>(here.engine, here.collectives, rails),
         std::move(wires.thread)});
   } catch (const Error& error) {
     failed = error;

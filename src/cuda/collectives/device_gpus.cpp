@@ -30,10 +30,10 @@ class MarkEvent final : public Event::State {
   std::vector<Event> calls_;
 };
 
-/// A call that a stream is held for.
-class HeldEvent final : public Event::State, public GpuPoint {
+/// The end of a call, which other streams can wait for.
+class JoinedEvent final : public Event::State, public GpuPoint {
  public:
-  HeldEvent(Event done, GpuEvent point) : done_(std::move(done)), point_(std::move(point)) {}
+  JoinedEvent(Event done, GpuEvent point) : done_(std::move(done)), point_(std::move(point)) {}
   bool ready() override { return done_.ready(); }
   void wait(std::chrono::nanoseconds deadline, const OnWait& on_wait) override {
     done_.wait(deadline, on_wait);
@@ -44,6 +44,11 @@ class HeldEvent final : public Event::State, public GpuPoint {
   Event done_;
   GpuEvent point_;
 };
+
+/// Words hold the low 32 bits of numbers, which wrap.
+bool reached(std::uint64_t seen, std::uint64_t number) {
+  return static_cast<std::int32_t>(static_cast<std::uint32_t>(seen - number)) >= 0;
+}
 
 std::size_t scratch_of(int rails) {
   return static_cast<std::size_t>(std::max(rails, 2)) * DeviceGpus::kRoom;
@@ -63,7 +68,8 @@ DeviceGpus::DeviceGpus(std::shared_ptr<CudaEngine> engine,
       scratch_(engine_->empty({static_cast<std::int64_t>(scratch_bytes(rails))}, Dtype::u8)) {
   const OnDevice here(device().index);
   pinned_ = PinnedPool::make(2 * kRooms * kRoom, 1)->take();
-  word_ = PinnedPool::make(sizeof(std::uint64_t), 1)->take();
+  words_ = PinnedPool::make(sizeof(Words), 1)->take();
+  new (words_.get()) Words();
   // Streams of one priority may share queues of the GPU: a caller's stream that waits for a call
   // would keep back what the call launches.
   int least = 0, greatest = 0;
@@ -76,11 +82,10 @@ DeviceGpus::DeviceGpus(std::shared_ptr<CudaEngine> engine,
 DeviceGpus::~DeviceGpus() {
   constexpr auto kMost = 2s;
   if (!settle(kMost)) {  // the GPU may still write: its memory is never given back
-    new std::vector<std::shared_ptr<void>>{pinned_, scratch_.owner()};
+    new std::vector<std::shared_ptr<void>>{pinned_, scratch_.owner(), words_};
   }
   try {
     const OnDevice here(device().index);
-    if (!forget_holds()) new std::shared_ptr<void>(word_);  // a stream will look at it
     cudaStreamDestroy(beside_);
   } catch (...) {  // the GPU is going away
   }
@@ -135,6 +140,36 @@ void DeviceGpus::copy(void* to, const void* from, std::size_t bytes) {
   check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, beside_), "cudaMemcpyAsync");
 }
 
+void DeviceGpus::tell(std::uint64_t number) {
+  const OnDevice here(device().index);
+  store_word(beside_, &words().told, number);
+}
+
+bool DeviceGpus::told(std::uint64_t number) const {
+  const std::uint64_t seen = std::atomic_ref(words().told).load(std::memory_order_acquire);
+  return reached(seen, number);
+}
+
+void DeviceGpus::hold(std::uint64_t number) {
+  const OnDevice here(device().index);
+  wait_for_word(beside_, &words().released, number);
+  held_ = number;
+  if (failing_) release(number);  // `fail` may not have seen it
+}
+
+void DeviceGpus::release(std::uint64_t number) {
+  const std::atomic_ref word(words().released);
+  std::uint64_t before = word.load(std::memory_order_relaxed);
+  // Release: what the call stored comes before whatever the stream does next.
+  while (!reached(before, number) &&
+         !word.compare_exchange_weak(before, number, std::memory_order_release)) {
+  }
+}
+
+bool DeviceGpus::failed() const {
+  return engine_->words().failed();
+}
+
 Event DeviceGpus::mark() {
   return Event(
       std::make_shared<MarkEvent>(stream_.record(), std::exchange(calls_, std::vector<Event>())));
@@ -152,31 +187,19 @@ void DeviceGpus::check_call(const char* call, const Stream* stream, int num_sms)
       {-1, -1, call, 0, 0, 0});
 }
 
-/// False: a stream has not come to its hold yet.
-bool DeviceGpus::forget_holds() {
-  std::erase_if(holds_, [](const GpuEvent& hold) { return is_done(hold); });
-  return holds_.empty();
-}
-
-Event DeviceGpus::hold(Stream& stream, std::uint64_t number, Event done) {
+Event DeviceGpus::join(Stream& stream, Event done) {
   const OnDevice here(device().index);
-  const auto native = static_cast<cudaStream_t>(stream.native());
-  wait_for_word(native, reinterpret_cast<const std::uint64_t*>(word_.get()), number);
   GpuEvent point = engine_->gpu().events()->take();
-  check(cudaEventRecord(point.get(), native), "cudaEventRecord");
-  (void)forget_holds();
-  holds_.push_back(point);
-  return Event(std::make_shared<HeldEvent>(std::move(done), std::move(point)));
-}
-
-void DeviceGpus::release(std::uint64_t number) {
-  const std::atomic_ref word(*reinterpret_cast<std::uint64_t*>(word_.get()));
-  // Release: what the call stored comes before whatever the stream does next.
-  word.store(number, std::memory_order_release);
+  check(cudaEventRecord(point.get(), beside_), "cudaEventRecord");
+  check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream.native()), point.get(), 0),
+        "cudaStreamWaitEvent");
+  return Event(std::make_shared<JoinedEvent>(std::move(done), std::move(point)));
 }
 
 void DeviceGpus::fail(const char* call, const Error& error) {
   engine_->give_up(call, error);
+  failing_ = true;
+  release(held_);
   (void)settle(10s);
 }
 

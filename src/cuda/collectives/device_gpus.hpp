@@ -1,8 +1,8 @@
 // The GPUs of a domain, for collectives of several: each operation is a call of the collectives of
 // this domain, or a copy, on a stream beside the caller's.
 #pragma once
+#include <atomic>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "cuda/collectives/domain_gpus.hpp"
@@ -35,15 +35,25 @@ class DeviceGpus final : public DomainGpus {
   void broadcast(void* x, std::int64_t bytes, int root) override;
   void all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts) override;
   void convert(const ConstTensorView& from, const TensorView& to) override;
+  void tell(std::uint64_t number) override;
+  bool told(std::uint64_t number) const override;
+  void hold(std::uint64_t number) override;
+  void release(std::uint64_t number) override;
+  bool failed() const override;
   Event mark() override;
   void check_call(const char* call, const Stream* stream, int num_sms) const override;
-  Event hold(Stream& stream, std::uint64_t number, Event done) override;
-  void release(std::uint64_t number) override;
+  Event join(Stream& stream, Event done) override;
   void fail(const char* call, const Error& error) override;
 
  private:
+  /// In pinned memory; each is written by one side alone.
+  struct Words {
+    alignas(64) std::uint64_t told = 0;
+    alignas(64) std::uint64_t released = 0;
+  };
+
+  Words& words() const { return *reinterpret_cast<Words*>(words_.get()); }
   void copy(void* to, const void* from, std::size_t bytes);
-  bool forget_holds();
   bool settle(std::chrono::nanoseconds most) noexcept;
 
   std::shared_ptr<CudaEngine> engine_;
@@ -51,12 +61,13 @@ class DeviceGpus final : public DomainGpus {
   std::size_t scratch_each_;
   Tensor scratch_{};
   std::shared_ptr<std::byte> pinned_{};
-  std::shared_ptr<std::byte> word_{};  ///< pinned: the number that is released
+  std::shared_ptr<std::byte> words_{};
   cudaStream_t beside_ = nullptr;
   Stream stream_{std::shared_ptr<Stream::Queue>()};  ///< that, as a Stream
-  std::vector<GpuEvent> holds_{};                    ///< of streams that may still wait
-  int num_sms_ = 0;                                  ///< of the call
-  std::vector<Event> calls_{};                       ///< since the last mark
+  std::atomic<std::uint64_t> held_{0};               ///< the last number of a hold
+  std::atomic<bool> failing_{false};
+  int num_sms_ = 0;             ///< of the call
+  std::vector<Event> calls_{};  ///< since the last mark
 };
 
 }  // namespace ferry::cuda

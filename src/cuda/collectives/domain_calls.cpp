@@ -107,7 +107,7 @@ Event DomainCollectives::all_reduce(const TensorView& x, const ReduceOptions& as
   };
   return enter(
       {signature_of(CallKind::all_reduce, dtype, count, asked), asked.num_sms}, asked.stream,
-      [this, n = steps_of(count, each), steps = std::move(steps)] { take_steps(n, steps); });
+      [=] { return steps_of(count, each); }, steps);
 }
 
 /// The blocks for the ranks of a domain lie one behind the other, padded to those of the largest.
@@ -163,8 +163,7 @@ Event DomainCollectives::reduce_scatter(const ConstTensorView& x, const TensorVi
   };
   return enter(
       {signature_of(CallKind::reduce_scatter, dtype, x.shape.product(), asked), asked.num_sms},
-      asked.stream,
-      [this, n = steps_of(block, each), steps = std::move(steps)] { take_steps(n, steps); });
+      asked.stream, [=] { return steps_of(block, each); }, steps);
 }
 
 /// The blocks of a domain's ranks lie one behind the other on all of them; each rail carries a
@@ -216,10 +215,9 @@ Event DomainCollectives::all_gather(const ConstTensorView& x, const TensorView& 
       }
     }
   };
-  return enter({signature_of(CallKind::all_gather, x.dtype, x.shape.product()), options.num_sms},
-               options.stream, [this, n = steps_of(block, each), steps = std::move(steps)] {
-                 take_steps(n, steps);
-               });
+  return enter(
+      {signature_of(CallKind::all_gather, x.dtype, x.shape.product()), options.num_sms},
+      options.stream, [=] { return steps_of(block, each); }, steps);
 }
 
 Event DomainCollectives::broadcast(const TensorView& x, int root,
@@ -253,8 +251,7 @@ Event DomainCollectives::broadcast(const TensorView& x, int root,
   CallSignature call = signature_of(CallKind::broadcast, x.dtype, x.shape.product());
   call.collective.root = static_cast<std::uint32_t>(root);
   return enter(
-      {call, options.num_sms}, options.stream,
-      [this, n = steps_of(count, each), steps = std::move(steps)] { take_steps(n, steps); });
+      {call, options.num_sms}, options.stream, [=] { return steps_of(count, each); }, steps);
 }
 
 namespace {
@@ -354,9 +351,7 @@ Event DomainCollectives::all_to_all(const ConstTensorView& x, const TensorView& 
   };
   Call call{signature_of(CallKind::all_to_all, dtype, 0), options.num_sms, counts.to};
   call.counts.insert(call.counts.end(), counts.from.begin(), counts.from.end());
-  return enter(std::move(call), options.stream, [this, each, steps = std::move(steps)] {
-    take_steps(steps_of(longest_block_, each), steps);
-  });
+  return enter(call, options.stream, [=, this] { return steps_of(longest_block_, each); }, steps);
 }
 
 }  // namespace ferry::cuda

@@ -16,9 +16,11 @@ struct DomainRoom {
   std::byte* scratch = nullptr;  ///< of this GPU
 };
 
-/// One rank's part in what the GPUs of its domain do. All but `await` return at once; what they
-/// start runs in the order of the calls, which all ranks of the domain make alike. Ranks are those
-/// of the domain. On one thread, but for `hold` and `check_call`.
+/// One rank's part in what the GPUs of its domain do. Nothing here waits for the GPU; what is
+/// started runs in the order of the calls, which all ranks of the domain make alike. Ranks are
+/// those of the domain. One thread at a time starts work; `told`, `release`, `failed` and `fail`
+/// are of any thread, and the first three make no CUDA call: a thread that copies from a GPU into
+/// ordinary memory keeps others out of the driver until its stream has come so far.
 class DomainGpus {
  public:
   virtual ~DomainGpus() = default;
@@ -42,17 +44,24 @@ class DomainGpus {
   virtual void all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts) = 0;
   /// Elements of `from` to the dtype of `to`: f32 and bf16 or f16, or both the same.
   virtual void convert(const ConstTensorView& from, const TensorView& to) = 0;
-  /// The end of what was started so far; waiting for it throws what its kernels met.
+  /// When all that was started has ended, `told(number)`. Numbers ascend.
+  virtual void tell(std::uint64_t number) = 0;
+  virtual bool told(std::uint64_t number) const = 0;
+  /// What is started from here on begins after `release` of this number, or of a later one.
+  virtual void hold(std::uint64_t number) = 0;
+  virtual void release(std::uint64_t number) = 0;
+  /// A rank of the domain has failed, so that kernels end without having done their work.
+  virtual bool failed() const = 0;
+  /// The end of what was started since the last mark; waiting for it throws what its kernels met.
   virtual Event mark() = 0;
 
   /// Throws unless a call may have so many SMs, and be ordered with this stream; null: none.
   virtual void check_call(const char* call, const Stream* stream, int num_sms) const = 0;
-  /// What comes next in the caller's stream waits for `release` of this number, or a later one. The
-  /// result is complete with `done`, and other streams can wait for it.
-  virtual Event hold(Stream& stream, std::uint64_t number, Event done) = 0;
-  virtual void release(std::uint64_t number) = 0;
-  /// Kernels that wait for peers end, and the domain's other ranks learn that this one failed.
-  /// Returns when nothing runs any more, or soon.
+  /// What comes next in the caller's stream waits for all that was started. The result is complete
+  /// with `done`, and other streams can wait for it.
+  virtual Event join(Stream& stream, Event done) = 0;
+  /// Kernels that wait for peers end, nothing is held any more, and the domain's other ranks learn
+  /// that this one failed. Returns when nothing runs any more, or soon.
   virtual void fail(const char* call, const Error& error) = 0;
 };
 

@@ -1,9 +1,9 @@
 #include "cuda/collectives/domains.hpp"
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 namespace ferry::cuda {
@@ -33,7 +33,15 @@ Error told_of(const Error& error, const std::vector<int>& ranks, int self) {
   return Error(error.kind(), text + ", counted from 0: " + error.what(), context);
 }
 
-/// The caller's stream goes on, however the call ends.
+/// Waits for it; whoever holds the event learns how it ended.
+void settle(const Event& done, std::chrono::nanoseconds most) {
+  try {
+    done.wait(most);
+  } catch (const std::exception&) {
+  }
+}
+
+/// What the GPU holds until a number goes on, however the call ends.
 class Released {
  public:
   Released(DomainGpus& gpus, std::uint64_t number) : gpus_(gpus), number_(number) {}
@@ -65,26 +73,22 @@ void DomainCollectives::destroy() {
   if (leaving_.exchange(true, std::memory_order_acq_rel)) return;
   constexpr std::chrono::nanoseconds kPolite = 500ms,
                                      kMost = 10s;  // a call's own time; after it was told to stop
-  const auto settle = [this](std::chrono::nanoseconds most) {
-    Event last;
-    {
-      const std::scoped_lock lock(turn_);
-      last = last_;
-    }
-    try {
-      last.wait(most);
-    } catch (const Error&) {  // whoever waits for its event learns it
-    }
-  };
-  const bool failed = [this] {
-    const std::scoped_lock lock(dead_mutex_);
-    return dead_.has_value();
-  }();
-  if (!failed) settle(kPolite);
-  parts_.all->engine().destroy();
-  if (parts_.rail) parts_.rail->engine().destroy();
+  if (!dead()) settle(last(), kPolite);
+  for (const auto& each : {parts_.calls, parts_.all, parts_.rail}) {
+    if (each) each->engine().destroy();
+  }
   parts_.gpus->engine().destroy();
-  settle(kMost);
+  settle(last(), kMost);
+}
+
+std::optional<Error> DomainCollectives::dead() const {
+  const std::scoped_lock lock(state_);
+  return dead_;
+}
+
+Event DomainCollectives::last() const {
+  const std::scoped_lock lock(state_);
+  return last_;
 }
 
 void DomainCollectives::check_usable(const char* call) const {
@@ -92,39 +96,53 @@ void DomainCollectives::check_usable(const char* call) const {
     throw Error(ErrorKind::destroyed, std::string(call) + ": the collectives are destroyed",
                 {rank(), -1, call, 0, 0, 0});
   }
-  const std::scoped_lock lock(dead_mutex_);
-  if (!dead_) return;
-  throw Error(dead_->kind(),
-              std::string(call) +
-                  ": the collectives failed earlier; make new ones. They failed "
-                  "with: " +
-                  dead_->what(),
-              dead_->context());
+  const auto error = dead();
+  if (!error) return;
+  throw Error(
+      error->kind(),
+      std::string(call) +
+          ": the collectives failed earlier; make new ones. They failed with: " + error->what(),
+      error->context());
 }
 
-Event DomainCollectives::enter(Call call, Stream* stream, std::function<void()> work) {
+Event DomainCollectives::enter(const Call& call, Stream* stream, const Count& count,
+                               const Steps& steps) {
   const char* name = name_of(call.signature.kind);
   std::unique_lock lock(turn_);
   check_usable(name);
   parts_.gpus->check_call(name, stream, call.num_sms);
-  call.signature.collective.blocks = call.num_sms;
   const Event before = stream != nullptr ? stream->record() : Event();
-  const std::uint64_t number = ++calls_;
-  const Event done = parts_.thread.submit(
-      [this, name, number, before, call = std::move(call), work = std::move(work)] {
-        const Released released(*parts_.gpus, number);
-        carry(name, call, before, work);
-      });
-  last_ = done;
-  if (stream != nullptr) {
-    try {
-      return parts_.gpus->hold(*stream, number, done);
-    } catch (const Error&) {
-      lock.unlock();
-      done.wait();  // it uses the caller's memory
-      throw;
-    }
+  std::optional<Error> refused;
+  guard(name, [&] { refused = agree(name, call); });
+  if (refused) throw Error(*refused);
+
+  const StepRange range{steps_ + 1, count()};
+  steps_ += static_cast<std::uint64_t>(range.count);
+  const auto started = std::make_shared<std::promise<Event>>();
+  // Before the GPU's work is started: that waits where a queue of the GPU is full.
+  const Event done = parts_.thread.submit([=, this] {
+    const Released released(*parts_.gpus, range.last());
+    guard(name, [&] { carry(range, steps, *started); });
+  });
+  {
+    const std::scoped_lock state(state_);
+    last_ = done;
   }
+  Event joined;
+  try {
+    guard(name, [&] {
+      parts_.gpus->begin(before, call.num_sms);
+      start(range, steps);
+      if (stream != nullptr) joined = parts_.gpus->join(*stream, done);
+    });
+    started->set_value(parts_.gpus->mark());
+  } catch (...) {
+    lock.unlock();
+    started->set_value({});
+    settle(done, kUntilTheyEnd);  // it uses the caller's memory
+    throw;
+  }
+  if (stream != nullptr) return joined;
   lock.unlock();
   finish(name, done);
   return {};
@@ -137,51 +155,37 @@ void DomainCollectives::finish(const char* call, const Event& done) {
     done.wait(kUntilTheyEnd, parts_.config.on_wait);
   } catch (const std::exception& thrown) {
     if (done.ready()) throw;
-    const Error error(ErrorKind::interrupted, thrown.what(), {rank(), -1, call, 0, 0, 0});
-    (void)parts_.all->fail(call, error);
-    if (parts_.rail) (void)parts_.rail->fail(call, error);
-    parts_.gpus->fail(call, error);
-    try {
-      done.wait(kMost);
-    } catch (const std::exception&) {  // what made us stop is the news
-    }
+    (void)fail_all(call, Error(ErrorKind::interrupted, thrown.what(), {rank(), -1, call, 0, 0, 0}));
+    settle(done, kMost);  // what made us stop is the news
     throw;
   }
 }
 
-void DomainCollectives::carry(const char* name, const Call& call, const Event& before,
-                              const std::function<void()>& work) {
-  std::optional<Error> refused;
+void DomainCollectives::guard(const char* call, const std::function<void()>& work) {
   try {
-    check_usable(name);
-    refused = agree(name, call);
-    if (!refused) {
-      parts_.gpus->begin(before, call.num_sms);
-      work();
-    }
+    work();
   } catch (const Error& error) {
-    fail_all(name, error);
-  } catch (const std::exception& error) {
-    fail_all(name, Error(ErrorKind::system, error.what()));
+    throw Error(fail_all(call, error));
+  } catch (const std::exception& thrown) {  // of whoever asked the caller meanwhile, mostly
+    (void)fail_all(call, Error(ErrorKind::interrupted, thrown.what(), {rank(), -1, call, 0, 0, 0}));
+    throw;
   }
-  if (refused) throw Error(*refused);
 }
 
-/// First the collectives of all ranks, where each says who is to blame; the others learn it there.
-void DomainCollectives::fail_all(const char* call, const Error& error) {
-  {
-    const std::scoped_lock lock(dead_mutex_);
-    if (dead_) throw Error(error);
-  }
-  const Error told = parts_.all->fail(call, error);
+/// First where calls are compared: there each says who is to blame, and the others learn it there.
+Error DomainCollectives::fail_all(const char* call, const Error& error) {
+  if (dead()) return error;
+  Error told = parts_.calls->fail(call, error);
   const Error nobody(told.kind(), told.what(), {rank(), -1, call, 0, 0, 0});
-  if (parts_.rail) (void)parts_.rail->fail(call, nobody);
+  for (const auto& each : {parts_.all, parts_.rail}) {
+    if (each) (void)each->fail(call, nobody);
+  }
   parts_.gpus->fail(call, nobody);
   if (!destroyed()) {
-    const std::scoped_lock lock(dead_mutex_);
-    dead_ = told;
+    const std::scoped_lock lock(state_);
+    if (!dead_) dead_ = told;
   }
-  throw Error(told);
+  return told;
 }
 
 void DomainCollectives::among(const std::vector<int>& ranks,
@@ -204,7 +208,7 @@ std::optional<Error> DomainCollectives::agree(const char* name, const Call& call
   const auto bytes = [&](std::vector<std::byte>& all) {
     return host(all.data(), Dtype::u8, std::ssize(all));
   };
-  parts_.all->all_gather(bytes(mine), bytes(told), {});
+  parts_.calls->all_gather(bytes(mine), bytes(told), {});
   const auto refuse = [&](int peer, const std::string& why) {
     return Error(ErrorKind::mismatch, std::string(name) + ": " + why,
                  {rank(), peer, name, 0, 0, 0});
@@ -238,35 +242,61 @@ std::optional<Error> DomainCollectives::agree(const char* name, const Call& call
   return std::nullopt;
 }
 
-void DomainCollectives::await(const Event& mark) {
-  const auto stop = [this] {
-    if (destroyed()) {
-      throw Error(ErrorKind::destroyed, "the collectives were destroyed during the call");
-    }
-  };
-  among(members(), [&] { mark.wait(kUntilTheyEnd, stop); });
-}
-
 /// A slot is free when the step before in it was spread: that comes before the next one leaves, and
 /// what crosses next in it comes after that.
-void DomainCollectives::take_steps(std::int64_t count, const Steps& steps) {
-  std::array<Event, kSlots> left;
-  const auto room = [this](std::int64_t step) {
-    return parts_.gpus->room(static_cast<int>(step % kSlots));
-  };
+void DomainCollectives::start(const StepRange& range, const Steps& steps) {
+  DomainGpus& gpus = *parts_.gpus;
   const auto leave = [&](std::int64_t step) {
-    if (step >= count) return;
-    among(members(), [&] { steps.leave(step, room(step)); });
-    left[index(step % kSlots)] = parts_.gpus->mark();
+    if (step >= range.count) return;
+    steps.leave(step, room(step));
+    gpus.tell(range.number(step));
   };
-  for (int step = 0; step < kSlots; ++step) leave(step);
-  for (std::int64_t step = 0; step < count; ++step) {
-    await(left[index(step % kSlots)]);
+  among(members(), [&] {
+    for (int step = 0; step < kSlots; ++step) leave(step);
+    for (std::int64_t step = 0; step < range.count; ++step) {
+      gpus.hold(range.number(step));
+      steps.spread(step, room(step));
+      leave(step + kSlots);
+    }
+  });
+}
+
+DomainRoom DomainCollectives::room(std::int64_t step) const {
+  return parts_.gpus->room(static_cast<int>(step % kSlots));
+}
+
+void DomainCollectives::carry(const StepRange& range, const Steps& steps,
+                              std::promise<Event>& started) {
+  DomainGpus& gpus = *parts_.gpus;
+  for (std::int64_t step = 0; step < range.count && !gpus.failed(); ++step) {
+    await([&] { return gpus.told(range.number(step)) || gpus.failed(); });
+    if (gpus.failed()) break;
     steps.cross(step, room(step));
-    among(members(), [&] { steps.spread(step, room(step)); });
-    leave(step + kSlots);
+    gpus.release(range.number(step));
   }
-  await(parts_.gpus->mark());
+  gpus.release(range.last());  // the GPU comes to its end, also after a failure there
+  const Event end = started.get_future().get();
+  among(members(), [&] { end.wait(kUntilTheyEnd, [this] { check_alive(); }); });
+  check_alive();
+}
+
+void DomainCollectives::await(const std::function<bool()>& done) const {
+  constexpr auto kSpin = 100us, kLongest = 200us;
+  const auto start = std::chrono::steady_clock::now();
+  auto pause = 2us;
+  while (!done()) {
+    check_alive();
+    if (std::chrono::steady_clock::now() - start < kSpin) continue;
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, kLongest);
+  }
+}
+
+void DomainCollectives::check_alive() const {
+  if (destroyed()) {
+    throw Error(ErrorKind::destroyed, "the collectives were destroyed during the call");
+  }
+  if (const auto error = dead()) throw Error(*error);
 }
 
 void DomainCollectives::no_rows(bool adds) const {
@@ -288,7 +318,7 @@ std::int64_t DomainCollectives::own_share(std::int64_t count, std::int64_t share
 void DomainCollectives::barrier() {
   Call call;
   call.signature.kind = CallKind::barrier;
-  enter(std::move(call), nullptr, [] {});
+  enter(call, nullptr, [] { return 0; }, {});
 }
 
 Tensor DomainCollectives::empty(const Extents& shape, Dtype dtype) {
@@ -298,21 +328,23 @@ Tensor DomainCollectives::empty(const Extents& shape, Dtype dtype) {
 
 MemoryStats DomainCollectives::memory() const {
   MemoryStats sum = parts_.gpus->engine().memory();
-  const auto add = [&sum](const MemoryStats& more) {
+  for (const auto& each : {parts_.calls, parts_.all, parts_.rail}) {
+    if (!each) continue;
+    const MemoryStats more = each->engine().memory();
     sum.control_bytes += more.control_bytes + more.arena_bytes;
-  };
-  add(parts_.all->engine().memory());
-  if (parts_.rail) add(parts_.rail->engine().memory());
+  }
   return sum;
 }
 
 NetworkStats DomainCollectives::network() const {
-  NetworkStats sum = parts_.all->engine().network();
-  if (!parts_.rail) return sum;
-  const NetworkStats rail = parts_.rail->engine().network();
-  sum.put_bytes += rail.put_bytes;
-  sum.puts += rail.puts;
-  sum.signals += rail.signals;
+  NetworkStats sum{};
+  for (const auto& each : {parts_.calls, parts_.all, parts_.rail}) {
+    if (!each) continue;
+    const NetworkStats more = each->engine().network();
+    sum.put_bytes += more.put_bytes;
+    sum.puts += more.puts;
+    sum.signals += more.signals;
+  }
   return sum;
 }
 

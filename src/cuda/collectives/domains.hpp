@@ -4,14 +4,16 @@
 // smallest domain has ranks. A rail has one rank of each domain, in the order of the domains, so
 // its sums are those of the definition.
 //
-// A call runs on a thread of its own, one after another: it compares the call with those of all
-// ranks, then goes step by step through the tensor. While one step crosses, the GPU reduces the
-// next one and spreads the one before. The caller's stream waits for a word meanwhile, and no SM is
-// held for the network.
+// The caller compares its call with those of all ranks, then starts all that the GPU will do, step
+// by step through the tensor: a word that it stores says what may cross, and it waits for another
+// before it spreads what came. A thread of its own carries the steps, one call after another, and
+// makes no CUDA call meanwhile (domain_gpus.hpp says why). While one step crosses, the GPU reduces
+// the next one and spreads the one before. No SM is held for the network.
 #pragma once
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -29,8 +31,9 @@ namespace ferry::cuda {
 struct DomainCollectivesParts {
   GroupConfig config{};
   Domains domains{std::vector<int>{}};
-  std::shared_ptr<CollectivesEngine> all{};   ///< of the host, among all ranks
-  std::shared_ptr<CollectivesEngine> rail{};  ///< among those of this rank's rail; null: none
+  std::shared_ptr<CollectivesEngine> calls{};  ///< of the host, among all ranks: to compare calls
+  std::shared_ptr<CollectivesEngine> all{};    ///< and to move data
+  std::shared_ptr<CollectivesEngine> rail{};   ///< among those of this rank's rail; null: none
   std::unique_ptr<DomainGpus> gpus{};
   Stream thread{std::shared_ptr<Stream::Queue>()};  ///< of nobody else
 };
@@ -108,17 +111,33 @@ class DomainCollectives final : public CollectivesEngine, public Engine {
     std::function<void(std::int64_t step, const DomainRoom& room)> spread{};
   };
 
+  /// The steps of a call among those of all calls.
+  struct StepRange {
+    std::uint64_t first = 0;
+    std::int64_t count = 0;
+    std::uint64_t number(std::int64_t step) const {
+      return first + static_cast<std::uint64_t>(step);
+    }
+    std::uint64_t last() const { return number(count - 1); }
+  };
+
   [[noreturn]] void no_rows(bool adds) const;
   void check_usable(const char* call) const;
-  Event enter(Call call, Stream* stream, std::function<void()> work);
+  /// How many steps; asked when all ranks have made the call.
+  using Count = std::function<std::int64_t()>;
+  Event enter(const Call& call, Stream* stream, const Count& count, const Steps& steps);
   void finish(const char* call, const Event& done);
-  // On the thread.
-  void carry(const char* name, const Call& call, const Event& before,
-             const std::function<void()>& work);
   std::optional<Error> agree(const char* name, const Call& call);
-  void take_steps(std::int64_t count, const Steps& steps);
-  void await(const Event& mark);
-  [[noreturn]] void fail_all(const char* call, const Error& error);
+  void start(const StepRange& range, const Steps& steps);
+  /// Runs it; what it throws fails the collectives of all ranks.
+  void guard(const char* call, const std::function<void()>& work);
+  Error fail_all(const char* call, const Error& error);
+  std::optional<Error> dead() const;
+  Event last() const;
+  // On the thread.
+  void carry(const StepRange& range, const Steps& steps, std::promise<Event>& started);
+  void await(const std::function<bool()>& done) const;
+  void check_alive() const;
   /// Runs what counts ranks from 0 as those of `ranks`, and names them as the group does.
   void among(const std::vector<int>& ranks, const std::function<void()>& work) const;
 
@@ -135,18 +154,19 @@ class DomainCollectives final : public CollectivesEngine, public Engine {
   TensorView gpu(const void* data, Dtype dtype, std::int64_t count) const {
     return {const_cast<void*>(data), dtype, {count}, device()};
   }
+  DomainRoom room(std::int64_t step) const;
   std::int64_t room() const { return static_cast<std::int64_t>(parts_.gpus->room_bytes()); }
 
   DomainCollectivesParts parts_;
   const int rails_;
   std::int64_t largest_domain_ = 1;
   std::vector<int> rail_{};         ///< the ranks of this rank's
-  std::int64_t longest_block_ = 0;  // of the all_to_all that the thread carries
   std::mutex turn_;                 // of callers
-  std::uint64_t calls_ = 0;
-  Event last_{};
+  std::int64_t longest_block_ = 0;  // of the all_to_all that is made
+  std::uint64_t steps_ = 0;         // of all calls
   std::atomic<bool> leaving_{false};
-  mutable std::mutex dead_mutex_;
+  mutable std::mutex state_;  // of what follows
+  Event last_{};
   std::optional<Error> dead_{};
 };
 

@@ -11,7 +11,7 @@
 namespace ferry::cuda {
 namespace {
 
-struct AwaitedWord {
+struct WordAndValue {
   std::uint64_t* word;
   std::uint64_t value;
 };
@@ -19,11 +19,23 @@ struct AwaitedWord {
 /// On a thread of the driver, where no CUDA call is allowed. Whoever stores the word lets go of all
 /// waits when the group fails or ends.
 void CUDART_CB poll_word(void* pointer) {
-  const std::unique_ptr<AwaitedWord> awaited(static_cast<AwaitedWord*>(pointer));
+  const std::unique_ptr<WordAndValue> awaited(static_cast<WordAndValue*>(pointer));
   const std::atomic_ref word(*awaited->word);
   while (word.load(std::memory_order_acquire) < awaited->value) {
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
+}
+
+void CUDART_CB raise_word(void* pointer) {
+  const std::unique_ptr<WordAndValue> told(static_cast<WordAndValue*>(pointer));
+  std::atomic_ref(*told->word).store(told->value, std::memory_order_release);
+}
+
+/// For drivers without the memory operation.
+void call_host(cudaStream_t stream, cudaHostFn_t function, WordAndValue of) {
+  auto kept = std::make_unique<WordAndValue>(of);
+  check(cudaLaunchHostFunc(stream, function, kept.get()), "cudaLaunchHostFunc");
+  kept.release();
 }
 
 }  // namespace
@@ -35,10 +47,16 @@ void wait_for_word(cudaStream_t stream, const std::uint64_t* word, std::uint64_t
                                  static_cast<cuuint32_t>(value), CU_STREAM_WAIT_VALUE_GEQ);
   if (result == CUDA_SUCCESS) return;
   if (result != CUDA_ERROR_NOT_SUPPORTED) check_driver(result, "cuStreamWaitValue32");
-  auto awaited =
-      std::make_unique<AwaitedWord>(AwaitedWord{const_cast<std::uint64_t*>(word), value});
-  check(cudaLaunchHostFunc(stream, poll_word, awaited.get()), "cudaLaunchHostFunc");
-  awaited.release();
+  call_host(stream, poll_word, {const_cast<std::uint64_t*>(word), value});
+}
+
+void store_word(cudaStream_t stream, std::uint64_t* word, std::uint64_t value) {
+  const CUresult result = fabric::driver().cuStreamWriteValue32(
+      stream, reinterpret_cast<CUdeviceptr>(word), static_cast<cuuint32_t>(value),
+      CU_STREAM_WRITE_VALUE_DEFAULT);
+  if (result == CUDA_SUCCESS) return;
+  if (result != CUDA_ERROR_NOT_SUPPORTED) check_driver(result, "cuStreamWriteValue32");
+  call_host(stream, raise_word, {word, value});
 }
 
 }  // namespace ferry::cuda

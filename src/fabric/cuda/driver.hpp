@@ -21,7 +21,8 @@ namespace ferry::fabric {
   X(cuMemExportToShareableHandle) X(cuMemImportFromShareableHandle)                               \
   X(cuStreamCreateWithPriority) X(cuCtxGetStreamPriorityRange) X(cuStreamDestroy)                 \
   X(cuStreamQuery) X(cuMemHostAlloc) X(cuCtxGetDevice) X(cuPointerGetAttribute)                   \
-  X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync) X(cuStreamWaitValue32)
+  X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync) X(cuStreamWaitValue32)               \
+  X(cuStreamWriteValue32)
 // clang-format on
 
 /// A member for each; cuda.h's macros rename declaration and use alike.
