@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import json
 import re
 import shutil
 import subprocess
@@ -170,12 +171,18 @@ follow_imports = normal
 """
 
 
+def wrong_lines(tmp_path: Path) -> tuple[Path, dict[int, str]]:
+    """The user's program with lines that a checker must refuse, and their numbers."""
+    sample = tmp_path / "sample.py"
+    sample.write_text(SAMPLE + "\n".join(f"{line}  # wrong" for line in WRONG) + "\n")
+    first = len(SAMPLE.splitlines()) + 1
+    return sample, {first + i: line for i, line in enumerate(WRONG)}
+
+
 @pytest.mark.timeout(200)
 def test_types(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
-    sample = tmp_path / "sample.py"
-    bad = [f"{line}  # wrong" for line in WRONG]
-    sample.write_text(SAMPLE + "\n".join(bad) + "\n")
+    sample, wrong = wrong_lines(tmp_path)
     settings = tmp_path / "mypy.ini"
     settings.write_text(f"[mypy]\nstrict = True{TYPES_OF_TORCH}")
     where = Path(ferry.__file__).parents[1]
@@ -188,13 +195,33 @@ def test_types(tmp_path: Path) -> None:
         cwd=tmp_path,
         env={"PATH": "/usr/bin"} | ({} if installed else {"MYPYPATH": str(where)}),
     )
-    first = len(SAMPLE.splitlines())
     errors = [line for line in done.stdout.splitlines() if ": error:" in line]
-    assert len(errors) == len(WRONG), done.stdout + done.stderr
-    for number, (line, message) in enumerate(WRONG.items()):
-        found = [e for e in errors if f":{first + number + 1}:" in e]
+    assert len(errors) == len(wrong), done.stdout + done.stderr
+    for number, line in wrong.items():
+        found = [e for e in errors if f":{number}:" in e]
         assert found, f"{line}: not refused\n{done.stdout}"
-        assert message in found[0]
+        assert WRONG[line] in found[0]
+
+
+def test_types_by_pyright(tmp_path: Path) -> None:
+    """basedpyright is pyright with its Node in a wheel; its own checks are off."""
+    pytest.importorskip("basedpyright")
+    sample, wrong = wrong_lines(tmp_path)
+    settings = {
+        "include": [sample.name],
+        "typeCheckingMode": "strict",
+        "extraPaths": [str(Path(ferry.__file__).parents[1])],
+    }
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    done = subprocess.run(
+        [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--outputjson"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    told = json.loads(done.stdout)["generalDiagnostics"]
+    assert {one["range"]["start"]["line"] + 1 for one in told} == set(wrong), done.stdout
 
 
 ROOT = Path(__file__).resolve().parents[2]
