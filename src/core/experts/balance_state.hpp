@@ -14,7 +14,7 @@ struct BalanceStateLayout {
   static constexpr int kUnits = 64;    ///< blocks that place tokens
 
   std::size_t header = 0;
-  std::size_t order = 0;   ///< i32 [kBatches]: entries, the last batch first
+  std::size_t used = 0;    ///< i64 [kBatches]: the use of an entry that was its last
   std::size_t hashes = 0;  ///< u64 [kBatches] of counts
   std::size_t ids = 0;     ///< i64 [kBatches] of plans
   std::size_t held = 0;    ///< i32 [places] valid copies; as the next two
@@ -37,7 +37,7 @@ FERRY_FN constexpr BalanceStateLayout make_balance_state_layout(const BatchPlanS
   BalanceStateLayout layout{};
   Carver carver{};
   layout.header = carver.take(64);
-  layout.order = carver.take(kBatches * kWord);
+  layout.used = carver.take(kBatches * sizeof(std::int64_t));
   layout.hashes = carver.take(kBatches * sizeof(std::uint64_t));
   layout.ids = carver.take(kBatches * sizeof(std::int64_t));
   layout.held = carver.take(places * kWord);
@@ -59,7 +59,8 @@ FERRY_FN constexpr BalanceStateLayout make_balance_state_layout(const BatchPlanS
 struct BalanceHeader {
   std::int64_t plans;  ///< made so far
   std::int64_t
-      plan_id;  ///< of now; 0: none; −1: a batch was to be computed again, and is forgotten
+      plan_id;        ///< of now; 0: none; −1: a batch was to be computed again, and is forgotten
+  std::int64_t uses;  ///< of entries
   std::int32_t batches;
   std::int32_t current;  ///< entry
 };
@@ -84,21 +85,29 @@ class BalanceStep {
       : team_(team), shape_(shape), layout_(layout), at_(at), job_(job), held_(held) {}
 
   FERRY_TEAM_FN void run() {
+    team_.mark(PlanStage::begin);
     forget();
+    team_.mark(PlanStage::held);
     auto* header = words<BalanceHeader>(at_.header);
-    auto* order = words<std::int32_t>(at_.order);
     const int batches = header->batches, all = BalanceStateLayout::kBatches;
     const std::uint64_t hash = hash_of_counts();
-    int found = find(hash, batches);
-    if (found < 0 && job_.again) return lose();
-    const bool made = found < 0;
-    if (made) found = batches < all ? batches : all - 1;
-    const std::int32_t entry = made && batches < all ? batches : order[found];
-    if (made) make(entry);
+    team_.mark(PlanStage::hash);
+    int entry = find(hash, batches);
+    team_.mark(PlanStage::found);
+    if (entry < 0 && job_.again) return lose();
+    const bool made = entry < 0;
+    if (made) entry = batches < all ? batches : least_recent();
+    const std::int32_t* table = entry_at(entry, at_.entry_table);
+    const Rows* load = entry_at(entry, at_.entry_load);
+    if (made) {
+      make(entry);
+      table = job_.plan.table;
+      load = job_.plan.load;
+    }
+    team_.mark(PlanStage::kept);
     team_.lead([&](const auto& lanes) {
       lanes.one([&] {
-        for (int i = found; i > 0; --i) order[i] = order[i - 1];
-        order[0] = entry;
+        words<std::int64_t>(at_.used)[entry] = ++header->uses;
         if (made) {
           words<std::uint64_t>(at_.hashes)[entry] = hash;
           words<std::int64_t>(at_.ids)[entry] = ++header->plans;
@@ -108,7 +117,8 @@ class BalanceStep {
         header->current = entry;
       });
     });
-    use(entry);
+    use(table, load);
+    team_.mark(PlanStage::used);
   }
 
  private:
@@ -151,20 +161,25 @@ class BalanceStep {
     });
   }
 
-  /// The number in `order` of the batch with these counts; −1: there is none.
+  /// The entry of the batch with these counts; −1: there is none.
   FERRY_TEAM_FN int find(std::uint64_t hash, int batches) const {
-    const auto* order = words<std::int32_t>(at_.order);
     const auto* hashes = words<std::uint64_t>(at_.hashes);
     for (int from = 0;;) {
-      const int next = team_.lanes().first(batches - from,
-                                           [&](int i) { return hashes[order[from + i]] == hash; });
+      const int next = team_.lanes_for_many().first(
+          batches - from, [&](int i) { return hashes[from + i] == hash; });
       if (next < 0) return -1;
-      const std::int32_t* counts = entry_at(order[from + next], 0);
+      const std::int32_t* counts = entry_at(from + next, 0);
       const bool other =
           team_.any(shape_.ranks * shape_.experts, [&](int i) { return counts[i] != count_of(i); });
       if (!other) return from + next;
       from += next + 1;
     }
+  }
+
+  FERRY_TEAM_FN int least_recent() const {
+    const auto* used = words<std::int64_t>(at_.used);
+    return team_.lanes_for_many().best(BalanceStateLayout::kBatches,
+                                       [&](int i) { return -used[i]; });
   }
 
   FERRY_TEAM_FN void make(std::int32_t entry) {
@@ -182,8 +197,7 @@ class BalanceStep {
   }
 
   /// The copies that this batch needs: as CopySlots.
-  FERRY_TEAM_FN void use(std::int32_t entry) {
-    const std::int32_t* table = entry_at(entry, at_.entry_table);
+  FERRY_TEAM_FN void use(const std::int32_t* table, const Rows* load) {
     team_.each(shape_.places(), [&](int place) {
       const std::int32_t expert = table[place];
       const bool missing = expert >= 0 && expert != held_[place];
@@ -191,7 +205,7 @@ class BalanceStep {
       words<std::int32_t>(at_.fetches)[place] = missing ? expert : -1;
       words<std::int32_t>(at_.held)[place] = missing ? -1 : held_[place];
       if (place < shape_.ranks) {
-        words<Rows>(at_.load)[place] = entry_at(entry, at_.entry_load)[place];
+        words<Rows>(at_.load)[place] = load[place];
       }
     });
   }

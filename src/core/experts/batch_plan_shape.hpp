@@ -11,6 +11,29 @@ namespace ferry {
 /// Slots of routes: those of a batch are at most INT32_MAX in all.
 using Rows = std::int32_t;
 
+/// The key of what is not to be chosen: i32 or i64.
+template <class Key>
+inline constexpr Key kNoKey =
+    sizeof(Key) == 4 ? static_cast<Key>(INT32_MIN) : static_cast<Key>(INT64_MIN);
+
+/// What a team has done when it calls `mark`, for programs that measure.
+enum class PlanStage : std::uint8_t {
+  begin,
+  held,
+  hash,
+  found,
+  sums,
+  bound,
+  drafts,
+  best,
+  level,
+  places,
+  quotas,
+  kept,
+  used,
+  count
+};
+
 struct BatchPlanShape {
   std::int32_t experts = 0;  ///< a multiple of `ranks`
   std::int32_t ranks = 1;

@@ -62,9 +62,8 @@ class CopyDrafter {
   FERRY_TEAM_FN int overloaded(CopyStyle& style) const {
     const auto over = [&](int rank) { return now_.load[rank] > limit_; };
     if (style.random == 0) {
-      return lanes_.best(shape_.ranks, [&](int rank) {
-        return over(rank) ? std::int64_t{now_.load[rank]} : INT64_MIN;
-      });
+      return lanes_.best(shape_.ranks,
+                         [&](int rank) { return over(rank) ? now_.load[rank] : kNoKey<Rows>; });
     }
     int best = -1;
     lanes_.visit(shape_.ranks, over, [&](int rank) {
@@ -95,14 +94,10 @@ class CopyDrafter {
   /// was found.
   FERRY_TEAM_FN bool relieve(int rank, CopyStyle& style) {
     const Rows excess = now_.load[rank] - limit_;
-    const int emptiest = lanes_.best(shape_.ranks, [&](int r) {
-      return now_.free[r] > 0 ? -std::int64_t{now_.load[r]} : INT64_MIN;
-    });
-    const Rows room = emptiest < 0 ? 0 : limit_ - now_.load[emptiest];
-    std::int32_t expert = -1;
     Rows wanted = 1;
     int to = -1;
-    if (room > 0) expert = expert_to_move(rank, least(excess, room), style.tight);
+    std::int32_t expert = style.tight ? smallest_expert(rank, least(excess, most_room())) : -1;
+    if (expert < 0) expert = largest_expert(rank);
     if (expert >= 0) {
       wanted = least(excess, now_.at_home[expert]);
       to = receiver(rank, wanted, style);
@@ -114,19 +109,29 @@ class CopyDrafter {
     return to >= 0;
   }
 
-  /// Tight: the smallest that is `enough`, so that the largest are there for what is left.
-  FERRY_TEAM_FN std::int32_t expert_to_move(int rank, Rows enough, bool tight) const {
+  /// Of a rank with a free slot; 0: none has room.
+  FERRY_TEAM_FN Rows most_room() const {
+    const int emptiest = lanes_.best(shape_.ranks, [&](int rank) {
+      return now_.free[rank] > 0 ? -now_.load[rank] : kNoKey<Rows>;
+    });
+    return emptiest < 0 ? 0 : limit_ - now_.load[emptiest];
+  }
+
+  /// Of the experts of the rank that have so many tokens at home, and any at all; −1: none.
+  FERRY_TEAM_FN std::int32_t smallest_expert(int rank, Rows enough) const {
     const std::int32_t first = rank * local_;
-    const auto tokens = [&](int i) { return std::int64_t{now_.at_home[first + i]}; };
-    int found = -1;
-    if (tight) {
-      found = lanes_.best(local_, [&](int i) {
-        return tokens(i) > 0 && tokens(i) >= enough ? -tokens(i) : INT64_MIN;
-      });
-    }
-    if (found < 0) {
-      found = lanes_.best(local_, [&](int i) { return tokens(i) > 0 ? tokens(i) : INT64_MIN; });
-    }
+    const int found = lanes_.best(local_, [&](int i) {
+      const Rows tokens = now_.at_home[first + i];
+      return tokens > 0 && tokens >= enough ? -tokens : kNoKey<Rows>;
+    });
+    return found < 0 ? -1 : first + found;
+  }
+  FERRY_TEAM_FN std::int32_t largest_expert(int rank) const {
+    const std::int32_t first = rank * local_;
+    const int found = lanes_.best(local_, [&](int i) {
+      const Rows tokens = now_.at_home[first + i];
+      return tokens > 0 ? tokens : kNoKey<Rows>;
+    });
     return found < 0 ? -1 : first + found;
   }
 
@@ -143,7 +148,7 @@ class CopyDrafter {
     };
     if (style.random == 0) {
       return lanes_.best(shape_.ranks,
-                         [&](int rank) { return fits(rank) ? key(rank) : INT64_MIN; });
+                         [&](int rank) { return fits(rank) ? key(rank) : kNoKey<std::int64_t>; });
     }
     int best = -1;
     lanes_.visit(shape_.ranks, fits, [&](int rank) {
@@ -184,7 +189,7 @@ class CopyDrafter {
   /// A rank without room takes a copy, and gives away as much over the copies that there are: at
   /// least so many tokens, or nothing is done.
   FERRY_TEAM_FN bool relieve_through_others(int rank, Rows at_least) {
-    const std::int32_t expert = expert_to_move(rank, 0, false);
+    const std::int32_t expert = largest_expert(rank);
     if (expert < 0) return false;
     const Rows wanted = least(now_.load[rank] - limit_, now_.at_home[expert]);
     int best = -1;
@@ -294,8 +299,7 @@ class CopyDrafter {
   }
 
   FERRY_TEAM_FN void finish() {
-    const int heaviest =
-        lanes_.best(shape_.ranks, [&](int rank) { return std::int64_t{now_.load[rank]}; });
+    const int heaviest = lanes_.best(shape_.ranks, [&](int rank) { return now_.load[rank]; });
     const int fetches = lanes_.sum(copies_, [&](int c) { return 1 - now_.copies[c].held; });
     lanes_.one([&] { *now_.end = {copies_, now_.load[heaviest], fetches}; });
   }

@@ -50,7 +50,9 @@ class CopySearch {
       if (found > limit && limit != wanted) low = limit;
       if (high - low <= (low < 512 ? 1 : low / 256)) break;
     }
+    team_.mark(PlanStage::best);
     level();
+    team_.mark(PlanStage::level);
     return !fits || pays(heaviest) ? best() : no_copies();
   }
 
@@ -71,8 +73,7 @@ class CopySearch {
   FERRY_TEAM_FN CopyDraft best() const { return draft(best_); }
 
   FERRY_TEAM_FN Rows heaviest_of(const Rows* load) const {
-    return load[team_.lanes().best(shape_.ranks,
-                                   [&](int rank) { return std::int64_t{load[rank]}; })];
+    return load[team_.lanes().best(shape_.ranks, [&](int rank) { return load[rank]; })];
   }
 
   FERRY_TEAM_FN CopyDraft no_copies() {
@@ -98,6 +99,7 @@ class CopySearch {
   /// Returns the load of the heaviest rank in the best draft so far, at least `limit`.
   FERRY_TEAM_FN Rows search(Rows limit, int tries) {
     const int fewest = fewest_copies(limit);
+    team_.mark(PlanStage::bound);
     bool enough = false;
     for (int first = 0; first < tries && !enough; first += team_.drafters()) {
       const int rest = tries - first;
@@ -108,6 +110,7 @@ class CopySearch {
         drafter.run(style_of(first + i), [&] { return team_.vain(i); });
         if (mine.end->heaviest <= limit && mine.end->fetches <= fewest) team_.good(i);
       });
+      team_.mark(PlanStage::drafts);
       enough = take_best(limit, fewest, count);
     }
     return best_heaviest_ > limit ? best_heaviest_ : limit;

@@ -14,9 +14,6 @@
 
 namespace ferry {
 
-/// The key of what is not to be chosen.
-inline constexpr std::int64_t kNoKey = INT64_MIN;
-
 class OneLane {
  public:
   /// Any order.
@@ -33,9 +30,9 @@ class OneLane {
   template <class Key>
   int best(int n, const Key& key) const {
     int best = -1;
-    std::int64_t most = kNoKey;
+    auto most = kNoKey<decltype(key(0))>;
     for (int i = 0; i < n; ++i) {
-      const std::int64_t found = key(i);
+      const auto found = key(i);
       if (found <= most) continue;
       best = i;
       most = found;
@@ -84,6 +81,9 @@ class OneTeam {
   static constexpr int kDrafters = 1;  ///< warps that make drafts at the same time, at most
 
   const OneLane& lanes() const { return lanes_; }
+  /// For any n. On a GPU, loops of `lanes()` over ranks, places and the experts of a rank may be
+  /// those of a kernel for few of them.
+  const OneLane& lanes_for_many() const { return lanes_; }
   int drafters() const { return kDrafters; }
   template <class Fn>
   void each(int n, const Fn& fn) const {
@@ -118,6 +118,7 @@ class OneTeam {
     for (int i = 0; i < n; ++i) fn(i, lanes_);
   }
   void good(int) const {}
+  void mark(PlanStage) const {}
   bool vain(int) const { return false; }
   void sort_descending(Rows* values, int n) const {
     std::sort(values, values + n, std::greater<>{});

@@ -31,12 +31,15 @@ class BatchPlanning {
 
   FERRY_TEAM_FN void run() {
     add_up();
+    team_.mark(PlanStage::sums);
     const CopyDraft found = CopySearch<Team>(team_, shape_, layout_, job_.memory, job_.held).find();
     team_.each(shape_.ranks, [&](int rank) {
       job_.load[rank] = found.load[rank];
       place_copies(found, rank);
     });
+    team_.mark(PlanStage::places);
     share_among_sources(found);
+    team_.mark(PlanStage::quotas);
   }
 
  private:

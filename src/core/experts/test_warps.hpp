@@ -24,14 +24,15 @@ class TestLanes {
   }
   template <class Key>
   int best(int n, const Key& key) const {
+    using Value = decltype(key(0));
     struct Best {
-      std::int64_t key = kNoKey;
+      Value key = kNoKey<Value>;
       int at = INT32_MAX;
     };
     std::array<Best, kLanes> lanes{};
     for (int i = 0; i < n; ++i) {
       Best& mine = lanes[index(i % kLanes)];
-      if (const std::int64_t found = key(i); found > mine.key) mine = {found, i};
+      if (const Value found = key(i); found > mine.key) mine = {found, i};
     }
     for (int step = kLanes / 2; step > 0; step /= 2) {
       const auto before = lanes;
@@ -41,7 +42,7 @@ class TestLanes {
         if (other.key > mine.key || (other.key == mine.key && other.at < mine.at)) mine = other;
       }
     }
-    return lanes[0].key == kNoKey ? -1 : lanes[0].at;
+    return lanes[0].key == kNoKey<Value> ? -1 : lanes[0].at;
   }
   template <class Holds>
   int first(int n, const Holds& holds) const {
@@ -104,6 +105,7 @@ class TestTeam {
   explicit TestTeam(int drafters, bool ascending) : drafters_(drafters), ascending_(ascending) {}
 
   const TestLanes& lanes() const { return lanes_; }
+  const TestLanes& lanes_for_many() const { return lanes_; }
   int drafters() const { return drafters_; }
   template <class Fn>
   void each(int n, const Fn& fn) const {
@@ -132,6 +134,7 @@ class TestTeam {
     good_ = INT32_MAX;
     for (int i = 0; i < n; ++i) fn(ascending_ ? i : n - 1 - i, lanes_);
   }
+  void mark(PlanStage) const {}
   void good(int i) const { good_ = std::min(good_, i); }
   bool vain(int i) const { return good_ < i; }
   void sort_descending(Rows* values, int n) const {
