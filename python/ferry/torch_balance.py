@@ -134,7 +134,7 @@ class Copies:
 
         torch.compile leaves `places`, `run` and `checked` as they are. Said for each object,
         because it imports what compiles, which takes a second."""
-        self.balancer = BatchBalancer(**self._balancing)
+        self.balancer = self._new_balancer()
         self._agreed = False
         self._seen: list[_Seen] = []
         self._tensors: dict[str, Tensor] = {}
@@ -143,6 +143,9 @@ class Copies:
         self.places = torch.compiler.disable(self._places)  # type: ignore[no-untyped-call]
         self.run = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
         self.checked = torch.compiler.disable(self._checked)  # type: ignore[no-untyped-call]
+
+    def _new_balancer(self) -> Any:
+        return BatchBalancer(**self._balancing)
 
     def invalidate(self) -> None:
         """The experts of this rank have changed though torch did not see it."""
@@ -182,9 +185,7 @@ class Copies:
         self._agreed = True
 
     def _plan(self, parameters: dict[str, Tensor], said: list[str], topk_idx: Tensor) -> None:
-        changed = len(parameters) != len(self._seen) or not all(
-            seen.is_still(tensor) for seen, tensor in zip(self._seen, parameters.values())
-        )
+        changed = self._changed(parameters)
         balancer, size = self.balancer, self.ranks.size
         counts = balancer.counts(topk_idx)
         message = counts.new_empty(balancer.experts + 2)
@@ -198,10 +199,14 @@ class Copies:
             self._refuse_parameters(said)
         for rank in every[:, -2].nonzero().flatten().tolist():
             balancer.invalidate(rank)
-        self._seen = [_Seen(tensor) for tensor in parameters.values()]
-        # Checkpoints compute a forward again inside a backward.
-        again = torch._C._current_graph_task_id() >= 0
-        balancer.plan(every[:, :-2].contiguous(), again=again)
+        balancer.plan(every[:, :-2].contiguous(), again=_is_again())
+
+    def _changed(self, parameters: dict[str, Tensor]) -> bool:
+        """Since this was asked before."""
+        seen, self._seen = self._seen, [_Seen(tensor) for tensor in parameters.values()]
+        return len(seen) != len(parameters) or not all(
+            each.is_still(tensor) for each, tensor in zip(seen, parameters.values())
+        )
 
     def _refuse_load(self, most: int) -> None:
         """All ranks know it, and nothing has moved."""
@@ -214,13 +219,16 @@ class Copies:
             "help: more rows, more slots for copies (balance), or fewer tokens",
         )
 
-    def _refuse_parameters(self, said: list[str]) -> None:
+    def _agree_on_parameters(self, said: list[str]) -> None:
         """Collective. MismatchError on all ranks, of the first parameter that differs."""
-        call = "ExpertParallel"
-        agree(self.ranks, call, f"{len(said)} parameters of experts")
+        agree(self.ranks, "ExpertParallel", f"{len(said)} parameters of experts")
         for each in said:
-            agree(self.ranks, call, each)
-        rank = self.ranks.rank
+            agree(self.ranks, "ExpertParallel", each)
+
+    def _refuse_parameters(self, said: list[str]) -> None:
+        """Collective."""
+        self._agree_on_parameters(said)
+        call, rank = "ExpertParallel", self.ranks.rank
         message = f"rank {rank}: {call}: names of parameters of experts differ between ranks"
         raise MismatchError(message, rank=rank, peer=-1, stage=call)
 
@@ -488,6 +496,11 @@ def _said(name: str, tensor: Tensor) -> str:
     trained = tensor.requires_grad and torch.is_grad_enabled()
     how = "with" if trained else "without"
     return f"{tensor.dtype} {tuple(tensor.shape)}, {how} gradients: {name}"
+
+
+def _is_again() -> bool:
+    """Checkpoints compute a forward again inside a backward."""
+    return torch._C._current_graph_task_id() >= 0
 
 
 def _some(table: list[list[int]]) -> bool:

@@ -18,6 +18,8 @@ from ferry.latency import LatencyExchange, LatencyReceived
 from ferry.tensors import dense
 from ferry.torch_balance import COPY_ROWS, Copies
 from ferry.torch_exchange import combine, dispatch, planned
+from ferry.torch_gpu_balancer import GpuBalancer
+from ferry.torch_gpu_copies import GpuCopies, plans_on_gpu
 from ferry.torch_placed_experts import checked, held, sum_copies
 from ferry.torch_rows import row_weights
 from ferry.torch_through_e4m3 import restored  # importing it defines the operator
@@ -103,7 +105,9 @@ class ExpertParallel(nn.Module):
             if decode_experts is not None:
                 expected = "None with balance: `experts` run once more for copies"
                 refuse(f"{call}: decode_experts", describe(decode_experts), expected)
-            self._copies = Copies(group, balance, collectives, copy_rows, self.layout)
+            on_gpu = plans_on_gpu(group, collectives, self.layout["max_recv_rows"])
+            made = GpuCopies if on_gpu else Copies
+            self._copies = made(group, balance, collectives, copy_rows, self.layout)
         self._placement: ExpertPlacement | None = None
         if placement is not None:
             if self._copies is not None or self.decode_tokens > 0:
@@ -215,8 +219,9 @@ class ExpertParallel(nn.Module):
         return self._placement
 
     @property
-    def balancer(self) -> BatchBalancer | None:
-        """With `balance`: what was planned for the newest batch."""
+    def balancer(self) -> BatchBalancer | GpuBalancer | None:
+        """With `balance`: what was planned for the newest batch. Of a GPU's own, where nothing
+        waits for the CPU: with max_recv_rows, on GPUs of one domain."""
         return None if self._copies is None else self._copies.balancer
 
     def invalidate_copies(self) -> None:

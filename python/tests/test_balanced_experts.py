@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ferry
 import ferry.torch as ft
+from ferry import torch_experts, torch_gpu_copies
 from ferry.torch_balance import _Seen
 
 FIXED = {"max_recv_rows": bodies.TOKENS * bodies.TOPK}
@@ -44,6 +45,52 @@ def test_training_gives_the_same_bits(skew: int, options: dict[str, Any]) -> Non
     run_threads(bodies.RANKS, one)
 
 
+@pytest.mark.parametrize("skew", [4, 8])
+def test_copies_that_no_cpu_knows_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, skew: int
+) -> None:
+    """As on GPUs, but that a CPU plans and moves."""
+    monkeypatch.setattr(torch_experts, "plans_on_gpu", lambda *_: True)
+    monkeypatch.setattr(torch_gpu_copies, "GpuBalancer", bodies.TensorBalancer)
+    for name in ("copy_experts", "reduce_experts"):
+        monkeypatch.setattr(torch_gpu_copies, name, bodies.of_lists(getattr(ft, name)))
+    bootstraps = ferry.threads(bodies.RANKS)
+
+    def one(rank: int) -> None:
+        pair = bodies.Pair(bootstraps[rank], **FIXED)
+        bodies.training(pair, skew, 6)
+        two_forwards_first(pair)
+        pair.close()
+
+    run_threads(bodies.RANKS, one)
+
+
+def two_forwards_first(pair: bodies.Pair) -> None:
+    """Each backward uses the copies of its own forward, though the next has fetched others; and a
+    checkpoint computes with those of its batch."""
+    rank, size = pair.group.rank, pair.group.size
+    make = torch.Generator().manual_seed(rank)
+    x = torch.randint(-2, 3, (bodies.TOKENS, bodies.HIDDEN), generator=make).float()
+    weights = torch.ones(bodies.TOKENS, bodies.TOPK)
+    given = [x.to(pair.device), weights.to(pair.device)]
+    for recomputed in (False, True):
+        grads = []
+        for layer in (pair.plain, pair.balanced):
+            layer.zero_grad()
+            x = given[0].clone().requires_grad_()
+            sums = []
+            for at in (0, 3):
+                ids = bodies.routes(rank, at, 0.5, size).to(pair.device)
+                call = (x, ids, given[1])
+                y = checkpoint(layer, *call, use_reentrant=False) if recomputed else layer(*call)
+                sums.append((y * (at + 1)).sum())
+            for each in reversed(sums):
+                each.backward()
+            grads.append([x.grad, *(each.grad for each in layer.experts.parameters())])
+        for one, other in zip(*grads):
+            assert one is not None and torch.equal(one, other)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -53,9 +100,46 @@ def test_on_gpus(size: int) -> None:
     try:
         processes.run(bodies.training, 0.8 * size, 6)
         processes.run(bodies.training, 0.8 * size, 4, **FIXED)
+        processes.run(two_forwards_first, **FIXED)
+        processes.run(captured, **FIXED)
         processes.run(bodies.decoding)
     finally:
         processes.stop()
+
+
+def captured(pair: bodies.Pair) -> None:
+    """Forward and backward in a graph, whose replays have other routes and other weights."""
+    layer, rank, size = pair.balanced, pair.group.rank, pair.group.size
+    assert isinstance(layer.balancer, ft.GpuBalancer)
+    device = pair.device
+    x = torch.ones(bodies.TOKENS, bodies.HIDDEN, device=device, requires_grad=True)
+    weights = torch.ones(bodies.TOKENS, bodies.TOPK, device=device)
+    ids = bodies.routes(rank, 0, 0.5, size).to(device)
+    parameters = list(layer.experts.parameters())
+
+    def forward_and_backward() -> tuple[torch.Tensor, ...]:
+        y = layer(x, ids, weights)
+        return y, *torch.autograd.grad(y.sum(), [x, *parameters])
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        forward_and_backward()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        made = forward_and_backward()
+    for at in (0, 3, 6):
+        ids.copy_(bodies.routes(rank, at, 0.5, size))
+        with torch.no_grad():
+            for its in (layer, pair.plain):
+                for parameter in its.experts.parameters():
+                    parameter += 1
+        graph.replay()
+        y = pair.plain(x, ids, weights)
+        wanted = y, *torch.autograd.grad(y.sum(), [x, *pair.plain.experts.parameters()])
+        torch.cuda.synchronize()
+        for one, other in zip(made, wanted):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.gpu
