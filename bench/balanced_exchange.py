@@ -18,9 +18,9 @@ ranks, too. The sums are checked before anything is timed. A sample is the slowe
 GPUs it is `--chain` exchanges between two CUDA events, divided, after an all-reduce.
 
 Then the moves: every rank fetches `--slots` experts of the next one, and gradients (f32) of as many
-copies are added up, beside a copy of as many bytes between two buffers of a rank's own, all ranks
-at once; of the best samples. `--experts-kib` is the size of an expert. All are in registered
-memory, which is shared on CPUs.
+copies are added up, beside a copy and an addition of as many bytes between two buffers of a rank's
+own, all ranks at once, until the last one is done; of the best samples. `--experts-kib` is the size
+of an expert. All are in registered memory, which is shared on CPUs.
 
 A rank that takes longer than `--limit` seconds in all says where it is, and ends.
 """
@@ -349,8 +349,15 @@ def measure_moves(rank: Rank) -> dict[str, Any]:
     slots.fill_(0)
     own = empty((2, args.slots * width), torch.float32)
     own.fill_(0)
+
+    def alone(call: Callable[..., object]) -> None:
+        call(own[1])
+        if args.device == "cpu":  # as a move ends: ranks that share cores begin one after another
+            rank.host.barrier()
+
     calls: dict[str, Callable[[], object]] = {
-        "copy": lambda: own[0].copy_(own[1]),
+        "copy": lambda: alone(own[0].copy_),
+        "add": lambda: alone(own[0].add_),
         "fetch": lambda: copy_experts(rank.ranks, experts, slots, table),
         "reduce": lambda: reduce_experts(rank.ranks, slots, experts, table),
     }

@@ -140,12 +140,12 @@ class BalanceStep {
   FERRY_TEAM_FN void forget() {
     team_.each(shape_.places(), [&](int place) {
       const std::int32_t expert = words<std::int32_t>(at_.held)[place];
-      held_[place] = expert >= 0 && has_changed(expert / shape_.local()) ? -1 : expert;
+      held_[place] = expert >= 0 && has_changed(shape_.home_of(expert)) ? -1 : expert;
     });
   }
 
   FERRY_TEAM_FN std::int32_t count_of(int i) const {
-    const int rank = i / shape_.experts;
+    const int rank = shape_.by_experts(i);
     return job_.plan.counts[rank * job_.plan.stride + (i - rank * shape_.experts)];
   }
 

@@ -34,6 +34,20 @@ enum class PlanStage : std::uint8_t {
   count
 };
 
+/// Divides numbers below 2²² by one of at most 2²⁰: a GPU has no instruction for it.
+class Divider {
+ public:
+  FERRY_FN explicit constexpr Divider(std::int32_t by)
+      : factor_((std::uint64_t{1} << kShift) / static_cast<std::uint32_t>(by) + 1) {}
+  FERRY_FN constexpr std::int32_t operator()(std::int32_t n) const {
+    return static_cast<std::int32_t>(static_cast<std::uint32_t>(n) * factor_ >> kShift);
+  }
+
+ private:
+  static constexpr int kShift = 42;
+  std::uint64_t factor_;
+};
+
 struct BatchPlanShape {
   std::int32_t experts = 0;  ///< a multiple of `ranks`
   std::int32_t ranks = 1;
@@ -42,6 +56,10 @@ struct BatchPlanShape {
   std::int32_t copy_rows = 0;         ///< what moving weights and gradient of a copy costs
   std::int32_t max_rows = INT32_MAX;  ///< the most that a rank may have
 
+  Divider by_experts{1}, by_local{1}, by_slots{1};
+
+  FERRY_FN constexpr int home_of(std::int32_t expert) const { return by_local(expert); }
+  FERRY_FN constexpr int rank_of(int place) const { return by_slots(place); }
   FERRY_FN constexpr int places() const { return ranks * slots; }
   FERRY_FN constexpr int local() const { return experts / ranks; }
   FERRY_FN constexpr bool together(int a, int b) const {
@@ -82,7 +100,7 @@ struct CopyDraft {
 struct BatchPlanLayout {
   std::size_t total = 0;    ///< Rows [experts]
   std::size_t load = 0;     ///< Rows [ranks], without copies
-  std::size_t sums = 0;     ///< i64 [ranks + 1], scratch
+  std::size_t sums = 0;     ///< i64 [ranks], scratch
   std::size_t rooms = 0;    ///< Rows [ranks], scratch
   std::size_t slot_of = 0;  ///< i32 [drafts]: which draft each drafter writes
   std::size_t tokens = 0;   ///< Rows [places] of each place
@@ -103,7 +121,7 @@ FERRY_FN constexpr BatchPlanLayout make_batch_plan_layout(const BatchPlanShape& 
   Carver carver{};
   layout.total = carver.take(experts * sizeof(Rows), kAlign);
   layout.load = carver.take(ranks * sizeof(Rows), kAlign);
-  layout.sums = carver.take((ranks + 1) * sizeof(std::int64_t), kAlign);
+  layout.sums = carver.take(ranks * sizeof(std::int64_t), kAlign);
   layout.rooms = carver.take(ranks * sizeof(Rows), kAlign);
   layout.slot_of = carver.take(static_cast<std::size_t>(drafters) * sizeof(std::int32_t), kAlign);
   layout.tokens = carver.take(places * sizeof(Rows), kAlign);

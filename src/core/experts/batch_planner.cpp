@@ -18,6 +18,9 @@ BatchPlanShape batch_plan_shape(const Placement& homes, int slots, int domain_si
   shape.copy_rows = static_cast<std::int32_t>(copy_rows);
   const bool bound = max_rows > 0 && max_rows < INT32_MAX;
   shape.max_rows = bound ? static_cast<std::int32_t>(max_rows) : INT32_MAX;
+  shape.by_experts = Divider(shape.experts);
+  shape.by_local = Divider(shape.local());
+  shape.by_slots = Divider(slots);
   return shape;
 }
 

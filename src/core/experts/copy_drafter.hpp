@@ -82,10 +82,10 @@ class CopyDrafter {
     const auto holds = [&](int i) { return held_[place_at(i)] >= 0; };
     lanes_.visit(places, holds, [&](int i) {
       const std::int32_t expert = held_[place_at(i)];
-      const int rank = place_at(i) / shape_.slots, home = expert / local_;
+      const int rank = shape_.rank_of(place_at(i)), home = shape_.home_of(expert);
       const Rows tokens =
           least(least(now_.load[home] - limit_, limit_ - now_.load[rank]), now_.at_home[expert]);
-      if (tokens > 0) move(expert, rank, tokens);
+      if (tokens > 0) move(expert, home, rank, tokens);
       return true;
     });
   }
@@ -105,7 +105,7 @@ class CopyDrafter {
     const bool suffices = to >= 0 && limit_ - now_.load[to] >= wanted;
     const bool others = to < 0 || (!suffices && full_rank_has_room(wanted));
     if (others && relieve_through_others(rank, to < 0 ? 1 : wanted)) return true;
-    if (to >= 0) move(expert, to, least(wanted, limit_ - now_.load[to]));
+    if (to >= 0) move(expert, rank, to, least(wanted, limit_ - now_.load[to]));
     return to >= 0;
   }
 
@@ -166,22 +166,22 @@ class CopyDrafter {
     }) >= 0;
   }
 
-  FERRY_TEAM_FN void move(std::int32_t expert, int to, Rows tokens) {
-    const int same = copy_at(expert, to), home = expert / local_, last = copies_;
+  /// What it reads is read before it writes: a GPU waits once.
+  FERRY_TEAM_FN void move(std::int32_t expert, int home, int to, Rows tokens) {
+    const int same = copy_at(expert, to), last = copies_;
+    const std::int32_t* const held = held_ + to * shape_.slots;
+    const bool is_held =
+        lanes_.first(shape_.slots, [&](int slot) { return held[slot] == expert; }) >= 0;
     lanes_.one([&] {
-      now_.at_home[expert] -= tokens;
-      now_.load[home] -= tokens;
-      now_.load[to] += tokens;
-      if (same >= 0) {
-        now_.copies[same].tokens += tokens;
-        return;
-      }
-      std::int32_t held = 0;
-      for (int slot = 0; slot < shape_.slots; ++slot) {
-        if (held_[to * shape_.slots + slot] == expert) held = 1;
-      }
-      now_.copies[last] = {expert, home, to, tokens, held};
-      --now_.free[to];
+      const int at = same >= 0 ? same : last;
+      const Rows before = same >= 0 ? now_.copies[at].tokens : 0;
+      const Rows stays = now_.at_home[expert], from = now_.load[home], there = now_.load[to];
+      const std::int32_t free = now_.free[to];
+      now_.at_home[expert] = stays - tokens;
+      now_.load[home] = from - tokens;
+      now_.load[to] = there + tokens;
+      now_.copies[at] = {expert, home, to, before + tokens, is_held ? 1 : 0};
+      now_.free[to] = same >= 0 ? free : free - 1;
     });
     if (same < 0) ++copies_;
   }
@@ -202,7 +202,7 @@ class CopyDrafter {
       most = tokens;
     }
     if (best < 0 || most < at_least) return false;
-    move(expert, best, push(best, most, rank));
+    move(expert, rank, best, push(best, most, rank));
     return true;
   }
 

@@ -31,13 +31,15 @@ class CopySearch {
 
   FERRY_TEAM_FN CopyDraft find() {
     const Rows all = team_.lanes().sum(shape_.ranks, [&](int rank) { return load_[rank]; });
-    const Rows mean = static_cast<Rows>((std::int64_t{all} + shape_.ranks - 1) / shape_.ranks);
+    const auto ranks = static_cast<std::uint32_t>(shape_.ranks);
+    const auto mean = static_cast<Rows>((static_cast<std::uint32_t>(all) + ranks - 1) / ranks);
     const Rows heaviest = heaviest_of(load_);
     const bool fits = heaviest <= shape_.max_rows;
     team_.each(team_.drafters(), [&](int i) { slot_of_[i] = i + 1; });
     if (fits && 2 * std::int64_t{heaviest - mean} <= shape_.copy_rows) return no_copies();
     const int tries = tries_of(shape_.ranks);
-    const auto near = static_cast<Rows>(all * kMostPercent / (100 * std::int64_t{shape_.ranks}));
+    const auto near =
+        static_cast<Rows>(static_cast<std::uint32_t>(all * kMostPercent / 100) / ranks);
     Rows low = near < shape_.max_rows ? near : shape_.max_rows;
     if (low < mean) low = mean;
     // Where nothing is found for `low`, what was found for `high` is kept until less is. One call
@@ -149,19 +151,18 @@ class CopySearch {
     if (excess == 0) return 0;
     team_.each(shape_.ranks,
                [&](int rank) { rooms_[rank] = limit > load_[rank] ? limit - load_[rank] : 0; });
-    team_.sort_descending(rooms_, shape_.ranks);
-    team_.lead([&](const auto& leader) {
-      leader.one([&] {
-        std::int64_t sum = 0;  // of the rooms before each
-        for (int i = 0; i < shape_.ranks; ++i) {
-          sums_[i] = sum;
-          sum += rooms_[i];
-        }
-      });
+    team_.each(shape_.ranks, [&](int rank) {  // the rooms that are larger, or as large and before
+      const Rows mine = rooms_[rank];
+      std::int64_t sum = 0;
+      for (int i = 0; i < shape_.ranks; ++i) {
+        const Rows room = rooms_[i];
+        if (room > mine || (room == mine && i < rank)) sum += room;
+      }
+      sums_[rank] = sum;
     });
     const auto needed = [&](Rows tokens) {
       int ranks = 0;
-      while (ranks < shape_.ranks && sums_[ranks] < tokens) ++ranks;
+      for (int i = 0; i < shape_.ranks; ++i) ranks += sums_[i] < tokens ? 1 : 0;
       return ranks;
     };
     const int each = lanes.sum(shape_.ranks, [&](int rank) { return needed(over(rank)); });
@@ -185,16 +186,16 @@ class CopySearch {
   }
 
   FERRY_TEAM_FN static bool level(const CopyDraft& best, CopyDraft::Copy& copy) {
-    Rows& home = best.load[copy.home];
-    Rows& away = best.load[copy.rank];
-    Rows& stays = best.at_home[copy.expert];
+    const int expert = copy.expert, from = copy.home, to = copy.rank;
+    const Rows home = best.load[from], away = best.load[to];
+    const Rows stays = best.at_home[expert], has = copy.tokens;
     Rows tokens = (home - away) / 2;
-    if (tokens < 1 - copy.tokens) tokens = 1 - copy.tokens;
+    if (tokens < 1 - has) tokens = 1 - has;
     if (tokens > stays) tokens = stays;
-    home -= tokens;
-    away += tokens;
-    copy.tokens += tokens;
-    stays -= tokens;
+    best.load[from] = home - tokens;
+    best.load[to] = away + tokens;
+    best.at_home[expert] = stays - tokens;
+    copy.tokens = has + tokens;
     return tokens != 0;
   }
 

@@ -120,9 +120,6 @@ class OneTeam {
   void good(int) const {}
   void mark(PlanStage) const {}
   bool vain(int) const { return false; }
-  void sort_descending(Rows* values, int n) const {
-    std::sort(values, values + n, std::greater<>{});
-  }
 
  private:
   OneLane lanes_{};

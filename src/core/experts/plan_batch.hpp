@@ -33,9 +33,9 @@ class BatchPlanning {
     add_up();
     team_.mark(PlanStage::sums);
     const CopyDraft found = CopySearch<Team>(team_, shape_, layout_, job_.memory, job_.held).find();
-    team_.each(shape_.ranks, [&](int rank) {
-      job_.load[rank] = found.load[rank];
-      place_copies(found, rank);
+    team_.tasks(shape_.ranks, [&](int rank, const auto& lanes, int) {
+      lanes.one([&] { job_.load[rank] = found.load[rank]; });
+      place_copies(lanes, found, rank);
     });
     team_.mark(PlanStage::places);
     share_among_sources(found);
@@ -62,29 +62,36 @@ class BatchPlanning {
 
   /// Of one rank. A copy that is held stays in its place; others take empty places, then those
   /// whose copies are not used.
-  FERRY_TEAM_FN void place_copies(const CopyDraft& found, int rank) {
-    const int first = rank * shape_.slots, count = found.end->copies;
-    std::int32_t* table = job_.table;
-    const std::int32_t* held = job_.held;
-    for (int place = first; place < first + shape_.slots; ++place) table[place] = -1;
-    for (int c = 0; c < count; ++c) {
-      const CopyDraft::Copy& copy = found.copies[c];
-      if (copy.rank != rank || copy.held == 0) continue;
-      int place = first;
-      while (held[place] != copy.expert) ++place;
-      table[place] = copy.expert;
-      tokens_[place] = copy.tokens;
+  template <class Lanes>
+  FERRY_TEAM_FN void place_copies(const Lanes& lanes, const CopyDraft& found, int rank) {
+    const int first = rank * shape_.slots;
+    std::int32_t* const table = job_.table + first;
+    const std::int32_t* const held = job_.held + first;
+    lanes.each(shape_.slots, [&](int slot) { table[slot] = -1; });
+    for (const int kind : {1, 0}) {  // held, then not
+      const auto mine = [&](int c) {
+        return found.copies[c].rank == rank && found.copies[c].held == kind;
+      };
+      lanes.visit(found.end->copies, mine, [&](int c) {
+        const std::int32_t expert = found.copies[c].expert;
+        const Rows tokens = found.copies[c].tokens;
+        const int slot = kind == 1
+                             ? lanes.first(shape_.slots, [&](int s) { return held[s] == expert; })
+                             : empty_slot(lanes, table, held);
+        lanes.one([&] {
+          table[slot] = expert;
+          tokens_[first + slot] = tokens;
+        });
+        return true;
+      });
     }
-    for (int c = 0; c < count; ++c) {
-      const CopyDraft::Copy& copy = found.copies[c];
-      if (copy.rank != rank || copy.held != 0) continue;
-      int place = -1;
-      for (int p = first; p < first + shape_.slots; ++p) {
-        if (table[p] < 0 && (place < 0 || (held[place] >= 0 && held[p] < 0))) place = p;
-      }
-      table[place] = copy.expert;
-      tokens_[place] = copy.tokens;
-    }
+  }
+  template <class Lanes>
+  FERRY_TEAM_FN int empty_slot(const Lanes& lanes, const std::int32_t* table,
+                               const std::int32_t* held) {
+    return lanes.best(shape_.slots, [&](int slot) {
+      return table[slot] >= 0 ? kNoKey<std::int32_t> : held[slot] < 0 ? 1 : 0;
+    });
   }
 
   /// For the first place of each expert, all of its places.
@@ -107,14 +114,14 @@ class BatchPlanning {
   /// first, in ascending order. What is left of each source in the end stays at home.
   template <class Lanes>
   FERRY_TEAM_FN void share(const Lanes& lanes, std::int32_t expert, Rows* left, Rows at_home) {
-    const int places = shape_.places(), home = expert / shape_.local();
+    const int places = shape_.places(), home = shape_.home_of(expert);
     const auto copies = [&](int place) { return job_.table[place] == expert; };
     const Rows kept = at_home < left[home] ? at_home : left[home];
     at_home -= kept;
     lanes.one([&] { left[home] -= kept; });
     lanes.each(places, [&](int place) {  // an expert has one place on a rank
       if (!copies(place)) return;
-      const int rank = place / shape_.slots;
+      const int rank = shape_.rank_of(place);
       const Rows tokens = tokens_[place] < left[rank] ? tokens_[place] : left[rank];
       tokens_[place] -= tokens;
       left[rank] -= tokens;
@@ -127,7 +134,7 @@ class BatchPlanning {
         [&](int i, Rows tokens) { left[first + i] -= tokens; });
     for (int pass = one_domain ? 1 : 0; pass < 2; ++pass) {
       lanes.visit(places, copies, [&](int place) {
-        const int rank = place / shape_.slots;
+        const int rank = shape_.rank_of(place);
         const int from = pass == 1 ? 0 : rank / shape_.domain_size * shape_.domain_size;
         const int count = pass == 1 ? shape_.ranks : members(from);
         const Rows rest = lanes.deal(

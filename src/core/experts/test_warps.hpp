@@ -137,9 +137,6 @@ class TestTeam {
   void mark(PlanStage) const {}
   void good(int i) const { good_ = std::min(good_, i); }
   bool vain(int i) const { return good_ < i; }
-  void sort_descending(Rows* values, int n) const {
-    std::stable_sort(values, values + n, std::greater<>{});
-  }
 
  private:
   TestLanes lanes_{};

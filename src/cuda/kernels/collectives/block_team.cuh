@@ -206,19 +206,6 @@ class BlockTeam {
     const int seen = *const_cast<volatile int*>(&words_.good);
     return __shfl_sync(kWholeWarp, seen, 0) < i;
   }
-  /// n ≤ kThreads.
-  __device__ void sort_descending(Rows* values, int n) const {
-    const int i = thread();
-    const Rows mine = i < n ? values[i] : 0;
-    int before = 0;
-#pragma unroll 1
-    for (int j = 0; i < n && j < n; ++j) {
-      before += values[j] > mine || (values[j] == mine && j < i) ? 1 : 0;
-    }
-    __syncthreads();
-    if (i < n) values[before] = mine;
-    __syncthreads();
-  }
 
  private:
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
