@@ -50,16 +50,22 @@ std::uint64_t siphash(const JobKey& key, std::uint64_t first, std::uint64_t seco
   return v[0] ^ v[1] ^ v[2] ^ v[3];
 }
 
-std::string object_name(const JobKey& key, const ProcessName& owner, int rank, SegmentId segment) {
-  const auto source = static_cast<std::uint64_t>(rank);
-  std::array<char, 160> text{};
-  std::snprintf(text.data(), text.size(), "/ferry-%llu.%lld.%llu-%016llx%016llx",
+std::string owner_prefix(const ProcessName& owner) {
+  std::array<char, 96> text{};
+  std::snprintf(text.data(), text.size(), "ferry-%llu.%lld.%llu-",
                 static_cast<unsigned long long>(owner.pid_namespace),
                 static_cast<long long>(owner.pid),
-                static_cast<unsigned long long>(owner.start_time),
+                static_cast<unsigned long long>(owner.start_time));
+  return text.data();
+}
+
+std::string object_name(const JobKey& key, const ProcessName& owner, int rank, SegmentId segment) {
+  const auto source = static_cast<std::uint64_t>(rank);
+  std::array<char, kDigits + 1> text{};
+  std::snprintf(text.data(), text.size(), "%016llx%016llx",
                 static_cast<unsigned long long>(siphash(key, source, segment)),
                 static_cast<unsigned long long>(siphash(key, source, ~std::uint64_t{segment})));
-  return text.data();
+  return "/" + owner_prefix(owner) + text.data();
 }
 
 std::optional<ProcessName> owner_of(std::string_view name) {

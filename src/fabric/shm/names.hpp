@@ -24,6 +24,9 @@ std::string object_name(const JobKey& key, const ProcessName& owner, int rank, S
 /// The owner in a name, without the leading slash; nothing if Ferry did not make the name.
 std::optional<ProcessName> owner_of(std::string_view name);
 
+/// The part of a name, without the leading slash, that all objects of a process share.
+std::string owner_prefix(const ProcessName& owner);
+
 /// Removes the objects in /dev/shm that belong to this user and to processes, of this pid
 /// namespace, that no longer run. Returns how many.
 std::size_t remove_orphans() noexcept;

@@ -1,6 +1,7 @@
 #include "fabric/shm/shm.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <ferry/error.hpp>
 #include <memory>
@@ -79,6 +80,7 @@ class ShmFabric final : public MappedFabric, public Lobby {
     Peer() = default;
     ProcessName process{};
     ProcessWatch watch{};
+    std::atomic<bool> forgotten{false};  ///< once it had ended
   };
 
   /// Lives on while it is looked at, when another thread replaces it.
@@ -96,6 +98,7 @@ class ShmFabric final : public MappedFabric, public Lobby {
   std::string object_of(int peer, SegmentId segment) const {
     return object_name(key_, peer_at(peer)->process, peer, segment);
   }
+  bool is_object_of(int peer, const std::string& name) const;
   bool in_forked_child() const noexcept { return process_id() != owner_pid_; }
 
   JobKey key_;
@@ -167,14 +170,26 @@ void ShmFabric::seal(SegmentId segment) {
 
 void ShmFabric::forget(int peer) noexcept {
   if (peer < 0 || peer >= size() || peer == rank() || in_forked_child()) return;
+  const std::shared_ptr<Peer> lost = peer_at(peer);
+  const bool dead = lost->watch.state() == PeerState::dead;
+  if (lost->process.pid == 0 || (dead && lost->forgotten.exchange(true))) return;
+  // Most often there is nothing, and the directory says so in one look.
+  int error = 0;
+  const auto names = list_sections(owner_prefix(lost->process), error);
+  if (!names) return;
+  for (const std::string& name : *names) {
+    if (dead || is_object_of(peer, "/" + name)) remove_section("/" + name);
+  }
+}
+
+/// Not a door: one that left has closed its own, and may join again under that name.
+bool ShmFabric::is_object_of(int peer, const std::string& name) const {
   // All that this rank attached may still have names, and at most kMaxNamed beyond.
   const SegmentId end = segments().count(peer) + kMaxNamed;
   for (SegmentId segment = 0; segment < end; ++segment) {
-    remove_section(object_of(peer, segment));
+    if (name == object_of(peer, segment)) return true;
   }
-  // One that left has closed its own, and may join again under that name.
-  if (!door_ || peer_state(peer) != PeerState::dead) return;
-  remove_section(object_name(door_key_, peer_at(peer)->process, peer, 0));
+  return false;
 }
 
 PeerState ShmFabric::peer_state(int peer) noexcept {
