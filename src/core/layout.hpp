@@ -41,7 +41,8 @@ struct ControlLayout {
                                ///< that it is in (core/call.hpp, CallWord), when it last waited
                                ///< for a transfer, whether it has left, at which step it joined
   std::size_t evicted = 0;     ///< one line: the epoch in which peers went on without the owner
-  std::size_t bell = 0;        ///< one line: raised by peers that have said something new
+  std::size_t bell = 0;        ///< one line: raised by peers that have said something new, and
+                               ///< by processes that wait for a seat, which count their knocks
   std::size_t statement = 0;   ///< written by the owner (protocol/board.hpp)
   std::size_t mailbox = 0;     ///< [2, R, message_bytes]
   std::size_t message_bytes = 0;

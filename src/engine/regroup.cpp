@@ -272,7 +272,11 @@ Epoch Regroup::go_on() {
     std::atomic_ref(*word).store(epoch.number, std::memory_order_release);
   }
   if (channel_.joined_at(channel_.rank()) == Channel::kJoining) channel_.say_joined(view.step + 1);
-  bell_seen_ = ~bell().load(protocol::order::relaxed);  // `one_waits` reads anew
+  // `one_waits` reads anew, and if some waited before this epoch, looks for those it has no seat
+  // for.
+  bell_seen_ = ~bell().load(protocol::order::relaxed);
+  if (!waiting_.empty()) knocks_seen_ = ~knocks();
+  guest_waits_ = false;
   channel_.begin_epoch(epoch);
   free_held();
   return epoch;

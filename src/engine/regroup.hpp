@@ -70,6 +70,10 @@ class Regroup {
 
   std::byte* control(int peer) const { return memory_->fabric->pointer(peer, Channel::kControl); }
   protocol::Flag bell() const { return bell_of(control(channel_.rank()), layout_); }
+  /// How often processes of this domain that wait for a seat have knocked.
+  std::uint64_t knocks() const {
+    return knocks_of(control(channel_.rank()), layout_).load(protocol::order::acquire);
+  }
   void begin(std::uint64_t step);
   Epoch agree(protocol::Epoch since);
   void hear_guests();
@@ -135,12 +139,15 @@ class Regroup {
   Seating seating_;
   Linking linking_;
   std::vector<Seating::Guest> waiting_{};  // of this domain, as heard last
+  std::uint64_t knocks_heard_ = 0;         // before that
   protocol::Epoch waiting_since_ = 0;      // then
   Cards cards_{};
-  Clock::time_point knock_at_{};  // not before
-  protocol::Epoch seated_;        // who has a seat in this epoch is mapped
-  std::uint64_t bell_seen_ = 0;   // when `one_waits` last looked
-  bool one_waits_ = false;        // then
+  Clock::time_point knock_at_{};   // not before
+  protocol::Epoch seated_;         // who has a seat in this epoch is mapped
+  std::uint64_t bell_seen_ = 0;    // when `one_waits` last looked
+  bool one_waits_ = false;         // then
+  std::uint64_t knocks_seen_ = 0;  // when it last looked for those of this domain
+  bool guest_waits_ = false;       // then
   bool suspects_ending_ = false;
   std::vector<std::uint64_t> asking_;  // [R]: tickets of those that knock, answered
   std::vector<std::uint64_t> heard_;   // [R]: the number of the text read last

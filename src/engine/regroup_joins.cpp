@@ -131,10 +131,13 @@ void Regroup::hear_asking() {
 
 void Regroup::hear_guests() {
   if (!seating_.open() || member_->view().live.count() == channel_.size()) return;
-  if (seating_.try_update()) {
+  // Who waits knocks again and again; who waited before may have gone.
+  const std::uint64_t knocked = knocks();
+  if ((knocked != knocks_heard_ || !waiting_.empty()) && seating_.try_update()) {
+    knocks_heard_ = knocked;
     seating_.hear_waiting(*member_);  // forgets who waited before
+    waiting_ = seating_.waiting(*member_);
     if (carrier_) {
-      waiting_ = seating_.waiting(*member_);
       waiting_since_ = member_->view().epoch;
       for_far([this](int peer) { tell_waiting(peer); });  // before this rank says that it stopped
     }
@@ -215,7 +218,7 @@ Epoch Regroup::join() {
     if (carrier_ || seating_.any_seated()) gone_at = Clock::now() + kGone;
     check_may_join(std::min(end, gone_at));
     if (Clock::now() >= ring_at) {
-      seating_.ring_all();
+      seating_.knock_all();
       ring_at = Clock::now() + kKnockPeriod;
     }
     channel_.beat(true);
@@ -277,7 +280,12 @@ bool Regroup::one_waits() {
   if (rung == bell_seen_) return one_waits_;
   bell_seen_ = rung;
   answer_knocks();
-  one_waits_ = (seating_.try_update() && seating_.one_waits(*member_)) || one_asks();
+  const std::uint64_t knocked = knocks();
+  if (knocked != knocks_seen_) {
+    knocks_seen_ = knocked;
+    guest_waits_ = seating_.try_update() && seating_.one_waits(*member_);
+  }
+  one_waits_ = guest_waits_ || one_asks();
   return one_waits_;
 }
 

@@ -108,8 +108,12 @@ const Member::Said* Seating::newest() const {
   return newest;
 }
 
-void Seating::ring_all() const {
-  for (const Guest& guest : guests_) ring(guest.visitor.control, layout_);
+void Seating::knock_all() const {
+  for (const Guest& guest : guests_) {
+    // Release: who finds it finds the door, and what was said there.
+    knocks_of(guest.visitor.control, layout_).fetch_add(1, protocol::order::release);
+    ring(guest.visitor.control, layout_);
+  }
 }
 
 void Seating::seat(int seat, std::uint64_t ticket) {

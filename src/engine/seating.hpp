@@ -29,6 +29,12 @@ inline protocol::Board<> board_of(std::byte* control, const ControlLayout& layou
 inline protocol::Flag bell_of(std::byte* control, const ControlLayout& layout) {
   return protocol::Flag{reinterpret_cast<std::uint64_t*>(control + layout.bell)};
 }
+/// Beside the bell: how often processes that wait for a seat have rung it. Ranks look for them only
+/// after that, for a look reads a directory.
+inline protocol::Flag knocks_of(std::byte* control, const ControlLayout& layout) {
+  return protocol::Flag{
+      reinterpret_cast<std::uint64_t*>(control + layout.bell + protocol::kFlagBytes)};
+}
 /// Wakes the rank whose control segment this is: there is something new to read.
 void ring(std::byte* control, const ControlLayout& layout);
 /// The number of the statement that was read; 0: none yet.
@@ -69,7 +75,8 @@ class Seating {
   const Guest* holder(int seat) const;
   /// The newest of what they say.
   const Member::Said* newest() const;
-  void ring_all() const;
+  /// Of a process that waits for a seat.
+  void knock_all() const;
   std::vector<fabric::Elsewhere> elsewhere() const { return lobby_->elsewhere(); }
 
   /// From now on the seat is that process.
