@@ -229,7 +229,9 @@ TEST(DeathWatch, EndSleepsOfOtherWords) {
   std::atomic<bool> woken{false};
   alignas(protocol::kFlagStride) std::uint64_t words[2] = {};
   std::thread sleeper([&] {
-    protocol::Sleepers<>(protocol::Flag{words}).sleep(0, 120'000'000'000);
+    const protocol::Sleepers<> flag(protocol::Flag{words});
+    flag.sleep(0, 1);  // a thread that has never slept has not seen the deaths before
+    flag.sleep(0, 120'000'000'000);
     woken = true;
   });
   const protocol::Flag sleepers{words + 1};
@@ -238,6 +240,26 @@ TEST(DeathWatch, EndSleepsOfOtherWords) {
   EXPECT_TRUE(eventually([&] { return woken.load(); }));
   EXPECT_EQ(DeathWatch::count(), before + 1);
   EXPECT_EQ(watch.state(), PeerState::dead);
+  sleeper.join();
+}
+
+/// Of a thread that has polled and is about to sleep, on a word that nobody changes.
+TEST(DeathWatch, EndsASleepThatBeginsAfterIt) {
+  const std::uint64_t word = 0;
+  std::atomic<int> slept{0};
+  std::atomic<bool> told{false};
+  std::thread sleeper([&] {
+    futex_wait(&word, 0, 1);
+    slept = 1;
+    while (!told) std::this_thread::yield();
+    futex_wait(&word, 0, 120'000'000'000);
+    slept = 2;
+  });
+  EXPECT_TRUE(eventually([&] { return slept == 1; }));
+  const bool all = wake_sleepers();
+  told = true;
+  while (!all && slept < 2) (void)wake_sleepers();  // where it has to be called again
+  EXPECT_TRUE(eventually([&] { return slept == 2; }));
   sleeper.join();
 }
 

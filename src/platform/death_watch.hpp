@@ -24,7 +24,7 @@ class DeathWatch {
   static void tell() noexcept {
     // Release: who sees it finds what there is to see.
     count_.fetch_add(1, std::memory_order_release);
-    wake_sleepers();
+    (void)wake_sleepers();
   }
 
   ~DeathWatch();

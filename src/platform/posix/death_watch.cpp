@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kStop = -1;
 
-/// A thread that has looked and is about to sleep misses the wake: it is woken again, after so many
+/// A thread that was just about to sleep misses the wake: it is woken again, after so many
 /// milliseconds each. Its slice ends the sleep at the latest.
 constexpr std::array kWakeAgain = {1, 2, 4};
 
@@ -103,9 +103,8 @@ void DeathWatch::Parts::run() noexcept {
     const int got =
         epoll_wait(epoll.get(), events.data(), static_cast<int>(events.size()), timeout);
     if (got < 0) continue;  // all signals are blocked; a debugger interrupts nevertheless
-    if (got == 0) {
-      ++again;
-    } else {
+    ++again;
+    if (got > 0) {
       for (int i = 0; i < got; ++i) {
         if (events[static_cast<std::size_t>(i)].data.fd == kStop) return;
       }
@@ -113,7 +112,7 @@ void DeathWatch::Parts::run() noexcept {
       count_.fetch_add(static_cast<std::uint64_t>(got), std::memory_order_release);
       again = 0;
     }
-    wake_sleepers();
+    if (wake_sleepers()) again = kWakeAgain.size();
   }
 }
 

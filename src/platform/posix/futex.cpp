@@ -20,6 +20,10 @@ static_assert(std::endian::native == std::endian::little,
 /// among them is not woken so.
 std::array<std::atomic<const std::uint64_t*>, 64> sleeping{};
 
+/// Calls of wake_sleepers, and those that this thread has seen before a sleep.
+std::atomic<std::uint64_t> wakes{0};
+thread_local std::uint64_t wakes_seen = 0;
+
 }  // namespace
 
 void futex_wait(const std::uint64_t* word, std::uint64_t seen, std::uint64_t nanoseconds) noexcept {
@@ -29,13 +33,19 @@ void futex_wait(const std::uint64_t* word, std::uint64_t seen, std::uint64_t nan
   std::atomic<const std::uint64_t*>* place = nullptr;
   for (auto& each : sleeping) {
     const std::uint64_t* none = nullptr;
-    // relaxed: an address alone.
-    if (!each.compare_exchange_strong(none, word, std::memory_order_relaxed)) continue;
+    if (!each.compare_exchange_strong(none, word)) continue;
     place = &each;
     break;
   }
+  // In one total order with what wake_sleepers does: either this finds its call, or it finds this
+  // place.
+  const std::uint64_t now = wakes.load();
+  const bool sleeps = now == wakes_seen;
+  wakes_seen = now;
   // Without FUTEX_PRIVATE_FLAG: the waker may be another process.
-  syscall(SYS_futex, word, FUTEX_WAIT, static_cast<std::uint32_t>(seen), &slice, nullptr, 0);
+  if (sleeps) {
+    syscall(SYS_futex, word, FUTEX_WAIT, static_cast<std::uint32_t>(seen), &slice, nullptr, 0);
+  }
   if (place != nullptr) place->store(nullptr, std::memory_order_relaxed);
 }
 
@@ -43,11 +53,17 @@ void futex_wake(const std::uint64_t* word) noexcept {
   syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-void wake_sleepers() noexcept {
+bool wake_sleepers() noexcept {
+  wakes.fetch_add(1);
+  bool all = true;
   for (const auto& each : sleeping) {
+    const std::uint64_t* word = each.load();
+    if (word == nullptr) continue;
     // A word whose memory has gone meanwhile is an error of the system call, and nothing happens.
-    if (const std::uint64_t* word = each.load(std::memory_order_relaxed)) futex_wake(word);
+    const long woken = syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    all = all && woken != 0;
   }
+  return all;
 }
 
 }  // namespace ferry
