@@ -32,8 +32,9 @@ namespace {
 constexpr SegmentId kMaxNamed = 64;
 
 /// Segments of all peers that are larger than this together are mapped without filling in their
-/// page tables: with n ranks that would be n² segments, seconds of the creation of a group.
-constexpr std::size_t kPopulatePeers = std::size_t{512} << 20;
+/// page tables: with n ranks that would be n² segments, seconds of the creation of a group. And the
+/// kernel takes the tables of a killed process apart before it tells of its death, 50 ms for a GiB.
+constexpr std::size_t kPopulatePeers = std::size_t{64} << 20;
 
 /// Of those in which a process that joins looks for a rank, 10 ms each: a directory may be slow.
 constexpr int kTurnsOfElsewhere = 25;
