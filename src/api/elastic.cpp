@@ -139,7 +139,7 @@ std::shared_ptr<Engine> begin_group(const Bootstrap& bootstrap, GroupConfig conf
   const std::string name = lobby_name(bootstrap, config);
   const Socket turn = fabric::turn_to_begin(rank, name);
   auto fabric = fabric::begin_shm_fabric(rank, size, name);
-  fabric->lobby()->open({name, config_text(config, size), 0, {}});
+  fabric->lobby()->open({name, config_text(config, size), 0, {}, true});
   return host::begin_host_engine(config, domains, std::move(fabric));
 }
 
@@ -154,7 +154,7 @@ std::shared_ptr<Engine> join_group(const Bootstrap& bootstrap, GroupConfig confi
       rank, size, name, look_elsewhere(config, name, rank, size), config.deadline, config.on_wait);
   std::unique_ptr<fabric::Fabric> fabric = std::move(met.fabric);
   check_same(text, rank, met.there.text, met.there.rank);
-  fabric->lobby()->open({name, text, ticket, met.there.invitation});
+  fabric->lobby()->open({name, text, ticket, met.there.invitation, met.there.begun});
   for (const fabric::Visitor& there : fabric->lobby()->visitors()) {
     check_same(text, rank, there.text, there.rank);
   }

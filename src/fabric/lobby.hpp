@@ -17,6 +17,7 @@ struct Visitor {
   std::string text{};        ///< what it was given, where all must be given the same
   std::vector<std::byte> invitation{};  ///< what a process that joins needs to know
   std::vector<std::byte> card{};        ///< of one that joins: for ranks of other domains
+  bool begun = false;                   ///< its group was begun by one process alone
   std::byte* control = nullptr;         ///< its segment 0, mapped here
 };
 
@@ -40,8 +41,11 @@ class Lobby {
     std::string text{};
     std::uint64_t ticket = 0;
     std::vector<std::byte> invitation{};
+    bool begun = false;
   };
-  /// This rank shows itself under a name; called before it registers memory.
+  /// This rank shows itself under a name; called before it registers memory. Throws Error(refused)
+  /// where another group has that name and one of both was begun alone, so that processes that join
+  /// would find two.
   virtual void open(const Opening& opening) = 0;
   /// What this rank was opened with.
   virtual const Opening& opening() const = 0;

@@ -70,6 +70,7 @@ OwnDoor::OwnDoor(const What& what, const std::string& text)
   mine.owner = owner;
   mine.key = what.group;
   mine.ticket = what.ticket;
+  mine.begun = what.begun ? 1 : 0;
   mine.text_bytes = text.size();
   std::memcpy(mine.text.data(), text.data(), text.size());
   write(mine.invitation, what.invitation);

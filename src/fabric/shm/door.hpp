@@ -17,7 +17,7 @@ namespace ferry::fabric {
 
 /// What lies in it; zeroed at first, written by its owner alone.
 struct DoorPage {
-  static constexpr std::uint64_t kMagic = 0x3152'4f4f'4459'5246;
+  static constexpr std::uint64_t kMagic = 0x3252'4f4f'4459'5246;
   static constexpr std::size_t kTextBytes = 4096;
   static constexpr std::size_t kCardBytes = 8192;
   struct Bytes {
@@ -35,6 +35,7 @@ struct DoorPage {
   ProcessName owner;
   JobKey key;  ///< of the group
   std::uint64_t ticket;
+  std::uint64_t begun;  ///< 1: by one process alone
   std::uint64_t text_bytes;
   std::array<char, kTextBytes> text;
   Bytes invitation;        ///< written before `magic`
@@ -54,6 +55,7 @@ class OwnDoor {
     JobKey group{};
     int rank = 0;
     std::uint64_t ticket = 0;
+    bool begun = false;
     std::span<const std::byte> invitation{};
   };
   /// Throws what `create_object` does, and Error(invalid_argument) for a text that is too long.

@@ -96,6 +96,7 @@ class ShmFabric final : public MappedFabric, public Lobby {
   }
   void replace(int peer, const std::optional<ProcessName>& process,
                std::vector<std::shared_ptr<Memory>> memory);
+  void check_only_group();
   std::string object_of(int peer, SegmentId segment) const {
     return object_name(key_, peer_at(peer)->process, peer, segment);
   }
@@ -214,9 +215,28 @@ void ShmFabric::open(const Opening& opening) {
                 {.rank = rank(), .peer = rank()});
   }
   door_ = std::make_unique<OwnDoor>(
-      OwnDoor::What{door_key_, key_, rank(), opening.ticket, opening.invitation}, opening.text);
+      OwnDoor::What{door_key_, key_, rank(), opening.ticket, opening.begun, opening.invitation},
+      opening.text);
   doors_.emplace(door_key_, rank(), size());
   opening_ = opening;
+  check_only_group();
+}
+
+/// After this rank shows itself: of two groups that come at once one at least finds the other.
+void ShmFabric::check_only_group() {
+  for (const auto& door : doors_->list()) {
+    const bool begun = opening_.begun || door->page().begun != 0;
+    if (door->page().key == key_ || !begun) continue;
+    door_->close();
+    throw Error(ErrorKind::refused,
+                "Group: rank " + std::to_string(rank()) + " wants to make " + opening_.name +
+                    (opening_.begun ? "" : " with all ranks") + ", but process " +
+                    std::to_string(door->page().owner.pid) + " is in another group of that name" +
+                    (opening_.begun ? "" : ", which one process began alone") +
+                    "; join that (FERRY_JOIN=1), end it first, or give another name (elastic) or "
+                    "port",
+                {.rank = rank(), .peer = door->rank()});
+  }
 }
 
 std::vector<Visitor> ShmFabric::visitors() {
@@ -225,7 +245,8 @@ std::vector<Visitor> ShmFabric::visitors() {
     if (door->page().key != key_) continue;  // of another group of that name
     try {
       all.push_back({door->rank(), door->page().ticket, door->page().owner.pid, door->text(),
-                     door->invitation(), door->card(), door->control()->data()});
+                     door->invitation(), door->card(), door->page().begun != 0,
+                     door->control()->data()});
     } catch (const Error&) {
       if (!door->ends_soon()) throw;
     }
@@ -376,8 +397,13 @@ Met join_shm_fabric(int rank, int size, const std::string& name, const LookElsew
     if (!doors.empty()) {
       const Door& first = *doors.front();
       return {std::make_unique<ShmFabric>(rank, key_behind(doors, rank, name), ranks),
-              {first.rank(), first.page().ticket, first.page().owner.pid, first.text(),
-               first.invitation()}};
+              {first.rank(),
+               first.page().ticket,
+               first.page().owner.pid,
+               first.text(),
+               first.invitation(),
+               {},
+               first.page().begun != 0}};
     }
     const bool polls = elsewhere && turn++ % kTurnsOfElsewhere == 0;
     if (auto found = polls ? elsewhere() : std::nullopt) {

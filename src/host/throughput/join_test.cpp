@@ -67,6 +67,18 @@ TEST(Join, OneBeginsAndTheOthersCome) {
   });
 }
 
+TEST(Join, NoGroupOfAllRanksBesideOneThatWasBegun) {
+  const GroupConfig config = replaceable("beside");
+  const Group begun = begin(2, 3, config);
+  const auto bootstraps = thread_bootstrap(3);
+  on_ranks(3, [&](int rank) {
+    const std::string why = rank == 2 ? "not free" : "which one process began alone; join that";
+    expect_error(ErrorKind::refused, {"rank " + std::to_string(rank), why},
+                 [&] { Group(bootstraps[static_cast<std::size_t>(rank)], config); });
+  });
+  EXPECT_EQ(begun.view().ranks, std::vector<int>{2});
+}
+
 TEST(Join, NobodyBeginsAloneElsewhere) {
   GroupConfig config = replaceable("begins_elsewhere");
   config.domain_size = 1;
