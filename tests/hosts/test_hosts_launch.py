@@ -39,3 +39,50 @@ def test_ferry_run_on_two_hosts(tmp_path: Path) -> None:
         assert said == [
             f"[{rank}] rank {rank} of 4 at 10.77.0.{host + 1}" for rank in (2 * host, 2 * host + 1)
         ]
+
+
+ELASTIC = """
+import os, signal, time, ferry
+boot = ferry.from_environment()
+group = ferry.Group(boot, experts=6, elastic="hosts", arbiter={arbiter!r}, deadline=30)
+victims = {victims}
+back = boot.joins and len(group.view().ranks) == 6
+while not back:
+    try:
+        step = group.view().step + 1
+        if group.rank in victims and step == 5 and not boot.joins:
+            os.kill(os.getpid(), signal.SIGKILL)
+        group.barrier()
+        changed = group.commit(step)
+    except (ferry.PeerFailedError, ferry.DeadlineExceededError):
+        changed = True
+    if changed:
+        view = group.regroup()
+        back = view.epoch > 2 and len(view.ranks) == 6
+group.barrier()
+print("rank", group.rank, "joined" if boot.joins else "stayed", "ranks", len(group.view().ranks))
+"""
+
+
+@pytest.mark.parametrize("victims", [[3], [0], [2, 3]], ids=["one", "rank_0", "a_host"])
+def test_each_host_starts_its_own_ranks_again(victims: list[int], tmp_path: Path) -> None:
+    program = shutil.which(Path(sys.executable).with_name("ferry")) or shutil.which("ferry")
+    if program is None:
+        pytest.skip("no `ferry` program beside this Python or on PATH")
+    arbiter = tmp_path / "shared"
+    arbiter.mkdir(mode=0o700)
+    code = ELASTIC.format(victims=victims, arbiter=str(arbiter))
+    with Hosts(3, own_boot_ids=True) as machines:
+        addresses = ",".join(machines.address(host) for host in range(3))
+        command = [program, "run", "--hosts", addresses, "--elastic", "1:2", "--restarts", "2"]
+        command += ["--port", "29400", "--", sys.executable, "-c", code]
+        started = [
+            machines.start(host, command, tmp_path / f"rank-{host}.txt", FERRY_SECRET="hush")
+            for host in range(3)
+        ]
+        until_end(started, tmp_path)
+    for host in range(3):
+        said = (tmp_path / f"rank-{host}.txt").read_text()
+        for rank in (2 * host, 2 * host + 1):
+            how = "joined" if rank in victims else "stayed"
+            assert f"[{rank}] rank {rank} {how} ranks 6\n" in said, said

@@ -112,12 +112,19 @@ int run_job(const JobOptions& options) {
 
 JobEnvironment Job::one_host() {
   // Ferry and torch.distributed each listen on a port of their own.
+  const bool elastic = options_.least > 0;
+  if (elastic && options_.port != 0) {  // another command may start processes that join
+    if (!options_.joins) master_port_.emplace(options_.port);
+    const auto next = static_cast<std::uint16_t>(options_.port + 1);
+    return {
+        .ranks = options_.ranks, .master_port = options_.port, .ferry_port = next, .elastic = true};
+  }
   master_port_ = options_.port != 0 ? ReservedPort(options_.port) : ReservedPort();
   ferry_port_.emplace();
   return {.ranks = options_.ranks,
           .master_port = master_port_->number(),
           .ferry_port = ferry_port_->number(),
-          .elastic = options_.least > 0};
+          .elastic = elastic};
 }
 
 /// Of several hosts each runs the same command, so nothing may be drawn or looked for.
@@ -133,7 +140,7 @@ JobEnvironment Job::one_of_several() {
   }
   const int host = own_place(options_.hosts);
   const auto next = static_cast<std::uint16_t>(options_.port + 1);
-  if (host == 0) {  // where both listen
+  if (host == 0 && !options_.joins) {  // where both listen
     master_port_.emplace(options_.port);
     ferry_port_.emplace(next);
   }
@@ -143,21 +150,30 @@ JobEnvironment Job::one_of_several() {
           .master = options_.hosts.front(),
           .address = options_.hosts[static_cast<std::size_t>(host)],
           .master_port = options_.port,
-          .ferry_port = next};
+          .ferry_port = next,
+          .elastic = options_.least > 0};
 }
 
 void Job::start_ranks() {
   environment_ = options_.hosts.empty() ? one_host() : one_of_several();
   secret_ = job_secret();
-  for (int r = 0; r < options_.ranks; ++r) start_rank(r, false);
+  if (options_.only.empty()) {
+    for (int r = 0; r < options_.ranks; ++r) {
+      start_rank(r, options_.joins ? Entry::joins : Entry::together);
+    }
+  }
+  for (const int r : options_.only) {
+    const bool begins = ranks_.empty() && !options_.joins;
+    start_rank(r, begins ? Entry::begins : Entry::joins);
+  }
 }
 
-void Job::start_rank(int r, bool joins) {
+void Job::start_rank(int r, Entry entry) {
   const int number = environment_.host * options_.ranks + r;
   ProcessSpec spec;
   spec.command = options_.command;
-  spec.environment = environment_of_rank(environment_, secret_, r, joins);
-  spec.inherit_stdin = r == 0 && !joins && stdin_can_be_passed_on();
+  spec.environment = environment_of_rank(environment_, secret_, r, entry);
+  spec.inherit_stdin = r == 0 && entry != Entry::joins && stdin_can_be_passed_on();
   spec.output = r == options_.tty_rank ? Output::inherited : Output::piped;
   Process process;
   int refused = 0;

@@ -47,7 +47,7 @@ class Job {
   enum class Ending { not_yet, asked, forced };  // what the launcher did to end the group
 
   void start_ranks();
-  void start_rank(int r, bool joins);
+  void start_rank(int r, Entry entry);
   JobEnvironment one_host();
   JobEnvironment one_of_several();
   void wait_a_while(std::chrono::milliseconds longest);

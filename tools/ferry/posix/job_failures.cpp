@@ -75,12 +75,14 @@ void Job::on_loss(const Rank& rank) {
   const std::string lost =
       fmt::format("rank {} (pid {}) {}", rank.rank, rank.pid, describe(*rank.end));
   const int left = running();
-  // Who has ended well has left the group: those that still run are about to.
-  const bool over = left == 0 || ended_well() > 0;
+  // Who has ended well has left the group: those that still run are about to. Where all that this
+  // command started have failed, those of other commands may run.
+  const bool more = environment_.hosts > 1 || options_.joins || !options_.only.empty();
+  const bool over = ended_well() > 0 || (left == 0 && !more);
   std::string next;
   if (!over && restarted_ < options_.restarts) {
     try {
-      start_rank(rank.rank, true);
+      start_rank(rank.rank - environment_.host * options_.ranks, Entry::joins);
       ++restarted_;
       return say(fmt::format("{}; process {} takes its place (restart {} of {})", lost,
                              ranks_.back().pid, restarted_, options_.restarts));

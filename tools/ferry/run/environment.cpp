@@ -8,7 +8,7 @@
 namespace ferry::cli {
 
 std::vector<std::string> environment_of_rank(const JobEnvironment& job, const std::string& secret,
-                                             int rank, bool joins) {
+                                             int rank, Entry entry) {
   std::vector<std::pair<std::string, std::string>> ours = {
       {"RANK", std::to_string(job.host * job.ranks + rank)},
       {"LOCAL_RANK", std::to_string(rank)},
@@ -18,7 +18,10 @@ std::vector<std::string> environment_of_rank(const JobEnvironment& job, const st
       {"MASTER_PORT", std::to_string(job.master_port)},
       {"FERRY_PORT", std::to_string(job.ferry_port)},
   };
-  if (job.elastic) ours.emplace_back("FERRY_JOIN", joins ? "1" : "0");
+  if (job.elastic) {
+    ours.emplace_back("FERRY_BEGIN", entry == Entry::begins ? "1" : "0");
+    ours.emplace_back("FERRY_JOIN", entry == Entry::joins ? "1" : "0");
+  }
   if (!secret.empty()) ours.emplace_back("FERRY_SECRET", secret);
   if (!job.address.empty() && getenv("FERRY_HOST") == nullptr)
     ours.emplace_back("FERRY_HOST", job.address);

@@ -17,12 +17,19 @@ struct JobEnvironment {
   bool elastic = false;
 };
 
+/// How a rank of an elastic job comes into its group.
+enum class Entry {
+  together,  ///< all ranks are there at first
+  begins,    ///< alone; the others join it
+  joins,     ///< takes the place of a rank that is not there
+};
+
 /// "NAME=value" strings for one rank: this process's environment with RANK, LOCAL_RANK,
 /// WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, FERRY_PORT and `secret`, unless empty,
 /// as FERRY_SECRET set; of several hosts FERRY_HOST, with several ranks OMP_NUM_THREADS=1, unless
-/// they are already there; of an elastic job FERRY_JOIN, 1 if `joins`: the process takes the place
-/// of one that has ended. `rank`: of this host, from 0.
+/// they are already there; of an elastic job FERRY_BEGIN and FERRY_JOIN. `rank`: of this host, from
+/// 0.
 std::vector<std::string> environment_of_rank(const JobEnvironment& job, const std::string& secret,
-                                             int rank, bool joins = false);
+                                             int rank, Entry entry = Entry::together);
 
 }  // namespace ferry::cli

@@ -19,13 +19,16 @@ struct JobOptions {
   /// All hosts, by their addresses, each of which runs the same command; empty: this one alone.
   std::vector<std::string> hosts{};
   bool keep_going = false;
-  int least = 0;     ///< > 0: an elastic job, which ends when fewer ranks than this are left
-  int restarts = 0;  ///< how many processes may be started for ranks that failed, in all
+  // Of an elastic job; both count the ranks that this command starts.
+  int least = 0;            ///< > 0: elastic; the job ends when fewer ranks than this are left
+  int restarts = 0;         ///< how many processes may be started for ranks that failed, in all
+  std::vector<int> only{};  ///< of this host, which are started; empty: all
+  bool joins = false;       ///< all of them join a group that runs
   std::chrono::milliseconds grace{5000};  ///< between the first failure and SIGTERM for the others
   bool prefix = true;
   int tty_rank = -1;  ///< this rank's output is the launcher's own, unprefixed
   std::uint16_t port =
-      0;  ///< MASTER_PORT; 0: any free one. Of several hosts FERRY_PORT is the next
+      0;  ///< MASTER_PORT; 0: any free one. Of several hosts, or elastic, FERRY_PORT is the next
   std::vector<std::string> command{};
 };
 

@@ -1,6 +1,8 @@
 // `ferry run`: starts a program once for each rank.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <cmath>
@@ -46,7 +48,11 @@ itself is killed. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on once; the se
 With --elastic LEAST:MOST there are MOST ranks, and the others go on when one fails
 (docs/elastic.md). A process takes the place of a rank that failed, --restarts times in all, with
 FERRY_JOIN=1 in its environment. When fewer than LEAST ranks are left, the job ends. A rank that fails
-after another has ended with 0 is not started again.
+after another has ended with 0 is not started again. With --hosts all of this is for each host: MOST
+ranks there, of which the host's command starts failed ones again. --only 0,1 starts these of the MOST
+ranks alone; the first one begins the group (FERRY_BEGIN=1), the others join it. With --join all that
+the command starts join a group that runs: the rest of such a group, or a host that came back. Both
+need --port, the same for all commands of a group; FERRY_PORT is the next.
 
 Exit codes:
   0        every rank ended with 0; with --elastic: at least LEAST of them
@@ -75,6 +81,35 @@ void add_elastic(CLI::App& run_app, RunArguments& given) {
       ->type_name("N")
       ->check(whole_number(0, 1000000).description("0 ... 1000000"))
       ->capture_default_str();
+  run_app
+      .add_option("--only", given.job.only,
+                  "With --elastic: which of this host's ranks to start; the first one begins the "
+                  "group, unless --join is given")
+      ->type_name("RANK,...")
+      ->delimiter(',')
+      ->check(whole_number(0, kMostRunRanks - 1));
+  run_app.add_flag("--join", given.job.joins, "With --elastic: the ranks join a group that runs");
+}
+
+void check_only(JobOptions& job) {
+  if (job.only.empty() && !job.joins) return;
+  const char* option = job.only.empty() ? "--join" : "--only";
+  if (job.port == 0 || job.port == 65535) {
+    throw CLI::ValidationError(fmt::format(
+        "{} needs --port (1 ... 65534), the same for all commands of the group", option));
+  }
+  if (job.only.empty()) return;
+  if (!job.hosts.empty() && !job.joins) {
+    throw CLI::ValidationError(
+        "--only beside --hosts needs --join: on several hosts all ranks are there at first");
+  }
+  std::sort(job.only.begin(), job.only.end());
+  const bool twice = std::adjacent_find(job.only.begin(), job.only.end()) != job.only.end();
+  if (twice || job.only.back() >= job.ranks || static_cast<int>(job.only.size()) < job.least) {
+    throw CLI::ValidationError(
+        fmt::format("--only {}: expected at least {} different ranks (LEAST) of 0 ... {}",
+                    fmt::join(job.only, ","), job.least, job.ranks - 1));
+  }
 }
 
 /// "2:4": the job goes on with at least 2 of 4 ranks.
@@ -97,11 +132,9 @@ void set_elastic(RunArguments& given) {
     throw CLI::ValidationError(fmt::format("-n {} beside --elastic {}: leave -n out, or give {}",
                                            given.job.ranks, given.elastic, most));
   }
-  if (!given.job.hosts.empty()) {
-    throw CLI::ValidationError("--elastic is for one host, and --hosts names several");
-  }
   given.job.ranks = most;
   given.job.least = least;
+  check_only(given.job);
 }
 
 /// Says in the usage line where the program goes.
@@ -181,8 +214,8 @@ void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
   run_app->callback([given, &line, run_app, &exit_code] {
     if (!given->elastic.empty()) {
       set_elastic(*given);
-    } else if (given->job.restarts > 0) {
-      throw CLI::ValidationError("--restarts is for --elastic LEAST:MOST");
+    } else if (given->job.restarts > 0 || given->job.joins || !given->job.only.empty()) {
+      throw CLI::ValidationError("--restarts, --only and --join are for --elastic LEAST:MOST");
     }
     if (given->job.ranks == 0) throw CLI::RequiredError("--ranks");
     given->job.command = program_of(line, *run_app);

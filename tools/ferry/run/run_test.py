@@ -120,8 +120,17 @@ class CommandLine(unittest.TestCase):
             (["--elastic", "3:2", "--", "true"], "1 <= LEAST <= MOST"),
             (["--elastic", "1:2000", "--", "true"], "MOST <= 1024"),
             (["-n", "3", "--elastic", "1:2", "--", "true"], "leave -n out, or give 2"),
-            (["--elastic", "1:2", "--hosts", "a,b", "--", "true"], "one host"),
-            (["-n", "2", "--restarts", "1", "--", "true"], "--restarts is for --elastic"),
+            (["--elastic", "1:2", "--only", "0", "--", "true"], "--only needs --port"),
+            (["--elastic", "1:2", "--join", "--", "true"], "--join needs --port"),
+            (["--elastic", "1:2", "--port", "23456", "--only", "2", "--", "true"], "of 0 ... 1"),
+            (["--elastic", "1:2", "--port", "23456", "--only", "0,0", "--", "true"], "different"),
+            (["--elastic", "2:3", "--port", "23456", "--only", "1", "--", "true"], "at least 2"),
+            (
+                ["--elastic", "1:2", "--hosts", "a,b", "--port", "9", "--only", "0", "--", "true"],
+                "--only beside --hosts needs --join",
+            ),
+            (["-n", "2", "--restarts", "1", "--", "true"], "are for --elastic"),
+            (["-n", "2", "--join", "--", "true"], "are for --elastic"),
         ):
             with self.subTest(arguments=arguments):
                 result = ferry_run(*arguments)
@@ -462,6 +471,41 @@ class Elastic(unittest.TestCase):
         self.assertEqual(result.returncode, 0)
         self.assertNotIn("takes its place", result.stderr)
         self.assertIn("rank 0", result.stderr)
+
+    def test_each_host_starts_its_own_ranks_again(self):
+        # Of this machine only the second is an address. Both of its ranks fail; others run.
+        hosts = ["--hosts", "192.0.2.77,127.0.0.1", "--port", "23456"]
+        script = "echo $RANK $WORLD_SIZE $FERRY_JOIN $FERRY_PORT; exit $((1 - FERRY_JOIN))"
+        result = ferry_run(
+            "--elastic", "1:2", "--restarts", "2", *hosts, *shell(script),
+            env=os.environ | {"FERRY_SECRET": "hush-hush"},
+        )  # fmt: skip
+        self.assertEqual(result.returncode, 0, result.stderr)
+        expected = [f"[{rank}] {rank} 4 {joins} 23457" for rank in (2, 3) for joins in (0, 1)]
+        self.assertEqual(sorted(result.stdout.splitlines()), expected)
+
+    def test_some_ranks_begin_and_others_join(self):
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "FERRY_BEGIN", "FERRY_JOIN", "FERRY_PORT")
+        script = "echo " + " ".join(f"${name}" for name in names)
+        job = ["--elastic", "1:4", "--port", "23456"]
+        for arguments, expected in (
+            (["--only", "2,1"], ["[1] 1 1 4 1 0 23457", "[2] 2 2 4 0 1 23457"]),
+            (["--only", "3", "--join"], ["[3] 3 3 4 0 1 23457"]),
+            (["--join"], [f"[{rank}] {rank} {rank} 4 0 1 23457" for rank in range(4)]),
+            ([], [f"[{rank}] {rank} {rank} 4 0 0 23457" for rank in range(4)]),
+        ):
+            with self.subTest(arguments=arguments):
+                result = ferry_run(*job, *arguments, *shell(script))
+                self.assertEqual(result.returncode, 0, result.stderr)
+                self.assertEqual(sorted(result.stdout.splitlines()), expected)
+
+    def test_who_joins_does_not_ask_for_the_port(self):
+        import socket
+
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(min(server.getsockname()[1], 65534))
+            result = ferry_run("--elastic", "1:2", "--port", port, "--join", "--", "true")
+        self.assertEqual(result.returncode, 0, result.stderr)
 
     def test_a_signal_ends_it(self):
         with start("--elastic", "1:2", "--restarts", "9", *shell("echo up; sleep 60")) as process:
