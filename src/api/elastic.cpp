@@ -10,7 +10,7 @@
 
 #include "api/agreement.hpp"
 #include "core/check.hpp"
-#include "engine/aside.hpp"
+#include "engine/membership/aside.hpp"
 #include "fabric/domains/domain_fabric.hpp"
 #include "fabric/domains/shared_doors.hpp"
 #include "fabric/lobby.hpp"

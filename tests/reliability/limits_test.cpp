@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/arbiter.hpp"
+#include "engine/membership/arbiter.hpp"
 #include "platform/limits.hpp"
 #include "platform/posix/test_limits.hpp"
 #include "platform/process.hpp"

@@ -27,9 +27,9 @@
 #include "cuda/throughput/plan.hpp"
 #include "cuda/throughput/quarantine.hpp"
 #include "engine/channel.hpp"
-#include "engine/current_view.hpp"
+#include "engine/membership/current_view.hpp"
+#include "engine/membership/regroup.hpp"
 #include "engine/memory.hpp"
-#include "engine/regroup.hpp"
 #include "engine/row_guess.hpp"
 
 namespace ferry::cuda {

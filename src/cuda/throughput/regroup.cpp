@@ -7,7 +7,7 @@
 #include "base/text.hpp"
 #include "cuda/runtime/event.hpp"
 #include "cuda/throughput/engine.hpp"
-#include "engine/aside.hpp"
+#include "engine/membership/aside.hpp"
 #include "protocol/device_epoch.hpp"
 
 namespace ferry::cuda {

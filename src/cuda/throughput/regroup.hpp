@@ -1,10 +1,10 @@
-// A change of the membership, in place (engine/regroup.hpp): the calls of the epoch end, the ranks
-// that are left agree, then this GPU's words are those of the next epoch. Its memory, and graphs
-// that were captured, stay.
+// A change of the membership, in place (engine/membership/regroup.hpp): the calls of the epoch end,
+// the ranks that are left agree, then this GPU's words are those of the next epoch. Its memory, and
+// graphs that were captured, stay.
 #pragma once
 #include <mutex>
 
-#include "engine/regroup.hpp"
+#include "engine/membership/regroup.hpp"
 #include "ferry/group.hpp"
 
 namespace ferry::cuda {

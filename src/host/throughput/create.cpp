@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "core/layout.hpp"
-#include "engine/aside.hpp"
 #include "engine/create.hpp"
+#include "engine/membership/aside.hpp"
 #include "fabric/lobby.hpp"
 #include "host/throughput/engine.hpp"
 

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/aside.hpp"
+#include "engine/membership/aside.hpp"
 #include "fabric/lobby.hpp"
 #include "host/throughput/engine.hpp"
 

@@ -15,8 +15,8 @@
 #include "base/process_limits.hpp"
 #include "base/text.hpp"
 #include "core/check.hpp"
-#include "engine/aside.hpp"
 #include "engine/counts.hpp"
+#include "engine/membership/aside.hpp"
 #include "fabric/lobby.hpp"
 
 namespace ferry::host {

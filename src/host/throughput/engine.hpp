@@ -18,11 +18,11 @@
 #include "core/exchange_plan.hpp"
 #include "core/plan_state.hpp"
 #include "engine/channel.hpp"
-#include "engine/current_view.hpp"
 #include "engine/growth.hpp"
+#include "engine/membership/current_view.hpp"
+#include "engine/membership/regroup.hpp"
 #include "engine/memory.hpp"
 #include "engine/regions.hpp"
-#include "engine/regroup.hpp"
 #include "fabric/domains/shared_doors.hpp"
 #include "host/throughput/tuning.hpp"
 

@@ -1,4 +1,4 @@
-#include "engine/current_view.hpp"
+#include "engine/membership/current_view.hpp"
 
 #include <algorithm>
 #include <limits>

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "core/domains.hpp"
-#include "engine/seating.hpp"
+#include "engine/membership/seating.hpp"
 #include "fabric/fabric.hpp"
 
 namespace ferry::engine {

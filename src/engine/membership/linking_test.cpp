@@ -1,6 +1,6 @@
 // What a rank takes from other domains: texts of the membership, and how it and a process that
 // joins link each other. The network is a fake that keeps what is sent.
-#include "engine/linking.hpp"
+#include "engine/membership/linking.hpp"
 
 #include <bit>
 #include <cstring>

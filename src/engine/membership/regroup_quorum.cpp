@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "base/text.hpp"
-#include "engine/regroup.hpp"
+#include "engine/membership/regroup.hpp"
 
 namespace ferry::engine {
 namespace {

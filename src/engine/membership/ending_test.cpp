@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "core/layout.hpp"
-#include "engine/regroup.hpp"
+#include "engine/membership/regroup.hpp"
 #include "engine/test_groups.hpp"
 #include "fabric/local/local.hpp"
 

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "base/text.hpp"
-#include "engine/regroup.hpp"
+#include "engine/membership/regroup.hpp"
 #include "platform/death_watch.hpp"
 
 namespace ferry::engine {

@@ -1,4 +1,4 @@
-#include "engine/arbiter.hpp"
+#include "engine/membership/arbiter.hpp"
 
 #include <array>
 #include <chrono>

@@ -11,11 +11,11 @@
 #include <utility>
 #include <vector>
 
-#include "engine/arbiter.hpp"
-#include "engine/carrier.hpp"
 #include "engine/channel.hpp"
-#include "engine/linking.hpp"
-#include "engine/seating.hpp"
+#include "engine/membership/arbiter.hpp"
+#include "engine/membership/carrier.hpp"
+#include "engine/membership/linking.hpp"
+#include "engine/membership/seating.hpp"
 
 namespace ferry::engine {
 

@@ -1,5 +1,5 @@
 // The arbiter's file: which half of a split group it lets go on, and what it refuses.
-#include "engine/arbiter.hpp"
+#include "engine/membership/arbiter.hpp"
 
 #include <array>
 #include <bit>
@@ -9,7 +9,7 @@
 #include <memory>
 #include <optional>
 
-#include "engine/aside.hpp"
+#include "engine/membership/aside.hpp"
 #include "engine/test_groups.hpp"
 #include "platform/process.hpp"
 

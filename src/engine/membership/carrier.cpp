@@ -1,4 +1,4 @@
-#include "engine/carrier.hpp"
+#include "engine/membership/carrier.hpp"
 
 #include <atomic>
 #include <cstring>

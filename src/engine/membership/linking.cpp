@@ -1,4 +1,4 @@
-#include "engine/linking.hpp"
+#include "engine/membership/linking.hpp"
 
 #include <ferry/error.hpp>
 #include <string>

@@ -10,8 +10,8 @@
 #include <span>
 #include <vector>
 
-#include "engine/carrier.hpp"
 #include "engine/channel.hpp"
+#include "engine/membership/carrier.hpp"
 
 namespace ferry::engine {
 

@@ -1,4 +1,4 @@
-#include "engine/seating.hpp"
+#include "engine/membership/seating.hpp"
 
 #include <algorithm>
 #include <array>

@@ -6,8 +6,8 @@
 #include <optional>
 #include <string>
 
-#include "engine/aside.hpp"
-#include "engine/seating.hpp"
+#include "engine/membership/aside.hpp"
+#include "engine/membership/seating.hpp"
 #include "fabric/segment_handle.hpp"
 #include "platform/locked_file.hpp"
 

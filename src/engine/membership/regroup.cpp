@@ -1,4 +1,4 @@
-#include "engine/regroup.hpp"
+#include "engine/membership/regroup.hpp"
 
 #include <algorithm>
 #include <array>
