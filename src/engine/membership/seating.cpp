@@ -109,11 +109,12 @@ const Member::Said* Seating::newest() const {
 }
 
 void Seating::knock_all() const {
+  // First all, then the bells: the leader must not miss what another rank has heard.
   for (const Guest& guest : guests_) {
     // Release: who finds it finds the door, and what was said there.
     knocks_of(guest.visitor.control, layout_).fetch_add(1, protocol::order::release);
-    ring(guest.visitor.control, layout_);
   }
+  for (const Guest& guest : guests_) ring(guest.visitor.control, layout_);
 }
 
 void Seating::seat(int seat, std::uint64_t ticket) {
