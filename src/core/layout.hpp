@@ -198,13 +198,22 @@ FERRY_FN constexpr RecordLayout make_record_layout(int topk, std::size_t row_byt
   return layout;
 }
 
+/// A flag of a latency exchange lies at the beginning of its block; behind it there is room for
+/// what its writer says. All blocks of a source lie together, so that many sources take few pages.
+inline constexpr std::size_t kFlagBlock = 64, kBesideFlag = 16;
+inline constexpr std::size_t kSourceBytes = 6 * kFlagBlock;
+
 /// Registered memory of one rank's latency exchange. Every part exists twice, for even and odd
 /// generations, but for the flags that every generation raises.
 struct LatencyLayout {
-  std::size_t arrived = 0;    ///< [R] lines: rows and counts of source are here
-  std::size_t combined = 0;   ///< [2, R] lines: source's rows for my tokens are here
-  std::size_t announced = 0;  ///< [2, R] lines: what source says of its combine is here
-  std::size_t released = 0;   ///< [R] lines: receiver has dropped its result of this generation
+  // [R, kSourceBytes]: the flags of a source, each in a block of its own, and what it says beside
+  // them. Of what is there twice the second is a block behind the first.
+  std::size_t arrived = 0;    ///< rows and counts of source are here
+  std::size_t released = 0;   ///< receiver has dropped its result of this generation
+  std::size_t announced = 0;  ///< [2]: what source says of its combine is here
+  std::size_t combined = 0;   ///< [2]: source's rows for my tokens are here
+  std::size_t counts = 0;     ///< [2]: rows that source sends
+  std::size_t combines = 0;   ///< [2]: how source combines
   std::size_t masks = 0;      ///< [R] lines: source goes without me (protocol/mask.hpp)
   std::size_t heartbeat = 0;  ///< [R] lines: source is in a call (host/latency/heartbeat.hpp)
   std::size_t offers = 0;     ///< [R] lines, and answers: of a rejoin (protocol/rejoin.hpp)
@@ -213,8 +222,6 @@ struct LatencyLayout {
   std::size_t meta_slot = 0;  ///< bytes of one row's header: source token, K local ids, K weights
   std::size_t rows = 0;       ///< [2, R, capacity, row]; quantised: then scales [R, capacity, C]
   std::size_t metas = 0;      ///< [2, R, capacity, meta_slot]
-  std::size_t counts = 0;     ///< [2, R] lines: rows that source sends
-  std::size_t combines = 0;   ///< [2, R] lines: how source combines
   std::size_t weights = 0;    ///< f32 [2, R, capacity, K]: of source's tokens
   std::size_t sums = 0;       ///< [2, capacity * sum_rows, sum_slot]: rows to be summed
   std::size_t sum_rows = 0;   ///< of a token: one for each slot; with masks for each rank, too
@@ -249,17 +256,17 @@ FERRY_FN constexpr LatencyLayout make_latency_layout(const LatencyShape& shape) 
   const auto most = [](std::size_t a, std::size_t b) { return a > b ? a : b; };
   LatencyLayout layout{};
   Carver carver{};
-  layout.arrived = carver.take(r * kLineBytes);
-  layout.combined = carver.take(2 * r * kLineBytes);
-  layout.announced = carver.take(2 * r * kLineBytes);
-  layout.released = carver.take(r * kLineBytes);
-  layout.counts = carver.take(2 * r * kLineBytes);
+  layout.arrived = carver.take(r * kSourceBytes);
+  layout.released = layout.arrived + kFlagBlock;
+  layout.announced = layout.released + kFlagBlock;
+  layout.combined = layout.announced + 2 * kFlagBlock;
+  layout.counts = layout.arrived + kBesideFlag;
+  layout.combines = layout.announced + kBesideFlag;
   const std::size_t mask_lines = (shape.masks ? r : 0) * kLineBytes;
   layout.masks = carver.take(mask_lines);
   layout.heartbeat = carver.take(mask_lines);
   layout.offers = carver.take(mask_lines);
   layout.answers = carver.take(mask_lines);
-  layout.combines = carver.take(2 * r * kLineBytes);
   layout.row_slot = plain;
   layout.meta_slot = round_up((1 + 2 * k) * sizeof(std::int32_t), 16);
   layout.rows = carver.take(2 * r * capacity * layout.row_slot);

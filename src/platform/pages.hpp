@@ -12,7 +12,7 @@
 namespace ferry {
 
 /// Zeroed memory of this process, aligned so (a multiple of a page); untouched pages take no
-/// memory. Huge pages are asked for behind the first 4 MiB. Null: `error` says why.
+/// memory. Huge pages are asked for behind the first 4 MiB, of more than 8. Null: `error` says why.
 std::byte* private_pages(std::size_t bytes, std::size_t alignment, int& error) noexcept;
 /// Of private pages, or of a section's mapping: all of it.
 void unmap_pages(std::byte* data, std::size_t bytes) noexcept;

@@ -145,7 +145,7 @@ void HostLatency::announce_combine(const Exchange& exchange, const LatencyCombin
     if (to[static_cast<std::size_t>(peer)] == 0) continue;
     std::uint64_t bytes = sizeof(head);
     memory_.reach.write(
-        peer, memory_.at(memory_.line_offset(memory_.layout.combines, g, engine_->rank())), &head,
+        peer, memory_.at(memory_.source_place(memory_.layout.combines, g, engine_->rank())), &head,
         sizeof(head), tag);
     for (std::int64_t t = 0; call.weights_follow && t < exchange.tokens; ++t) {
       memory_.reach.write(peer, memory_.at(memory_.weights_offset(g, engine_->rank(), t)),
@@ -162,7 +162,7 @@ RankBytes HostLatency::await_announcements(const Exchange& exchange, const Laten
   const Generation g = exchange.generation;
   const char* stage = call.weights_follow ? "latency combine: weights" : "latency combine: rows";
   const RankBytes came = await_sources(
-      {stage, memory_.flag_array(memory_.line_offset(memory_.layout.announced, g, 0)), g}, pending,
+      {stage, memory_.flag_array(memory_.source_place(memory_.layout.announced, g, 0)), g}, pending,
       wait_ns);
   for (int source = 0; source < ranks(); ++source) {
     if (came[static_cast<std::size_t>(source)] != 0) check_announcement(exchange, call, source);
@@ -174,7 +174,7 @@ void HostLatency::check_announcement(const Exchange& exchange, const LatencyComb
                                      int source) const {
   const Generation g = exchange.generation;
   const auto& head = *reinterpret_cast<const CombineHead*>(
-      memory_.segment.data + memory_.line_offset(memory_.layout.combines, g, source));
+      memory_.segment.data + memory_.source_place(memory_.layout.combines, g, source));
   if (head == head_of(g, call)) return;
   disagree(*engine_, kLatencyCombine, source, "path, format or place for the weights", g);
 }
@@ -205,7 +205,7 @@ void HostLatency::send_sums_as_weights_come(const Exchange& exchange,
   SourceClock clock(call.wait_ns);
   masks_.await(
       {"latency combine: weights",
-       memory_.flag_array(memory_.line_offset(memory_.layout.announced, g, 0)), g},
+       memory_.flag_array(memory_.source_place(memory_.layout.announced, g, 0)), g},
       to, g,
       [&](const RankBytes& given) {
         for (std::size_t source = 0; source < given.size(); ++source) {
@@ -237,7 +237,7 @@ void HostLatency::sum_rows(const Exchange& exchange, const LatencyCombineCall& c
   const RankBytes announced = await_announcements(exchange, call, served(exchange), call.wait_ns);
   const RankBytes came =
       await_sources({"latency combine: rows",
-                     memory_.flag_array(memory_.line_offset(memory_.layout.combined, g, 0)), g},
+                     memory_.flag_array(memory_.source_place(memory_.layout.combined, g, 0)), g},
                     announced, call.wait_ns);
   engine_->channel().record().moved(exchange.tokens, memory_.plain_bytes());
   std::array<const void*, kMaxTopk> rows{};

@@ -130,7 +130,7 @@ void HostLatency::settle_unreceived() {
 
 void HostLatency::await_credits(Generation generation) {
   if (generation <= 2) return;
-  const protocol::FlagArray flags{memory_.segment.data + memory_.layout.released, kLineBytes,
+  const protocol::FlagArray flags{memory_.segment.data + memory_.layout.released, kSourceBytes,
                                   ranks()};
   engine_->channel().await("latency dispatch: credit", {flags, generation - 2},
                            [&](GroupWatch& watch) {

@@ -107,11 +107,13 @@ std::size_t send_record(LatencyMemory& memory, const Exchange& exchange, const W
   return bytes;
 }
 
-/// In place of rows, where there are none.
-std::size_t send_no_record(LatencyMemory& memory, const Exchange& exchange, int peer) {
-  const SourceHeader header = header_of(exchange, peer, 0);
-  memory.reach.write(peer, memory.at(memory.record_offset(exchange, memory.engine.rank(), 0)),
-                     &header, sizeof header, protocol::Credit<>::tag(exchange.generation));
+/// Without records: to a rank of the domain, or where there are no rows.
+std::size_t send_header(LatencyMemory& memory, const Exchange& exchange, int peer,
+                        std::int32_t rows) {
+  const Generation g = exchange.generation;
+  const SourceHeader header = header_of(exchange, peer, rows);
+  memory.reach.write(peer, memory.at(memory.header_offset(g, memory.engine.rank())), &header,
+                     sizeof header, protocol::Credit<>::tag(g));
   return sizeof header;
 }
 
@@ -157,13 +159,8 @@ void send_rows(LatencyMemory& memory, const protocol::Credit<>& credit, const Ex
     const int peer = (memory.engine.rank() + i) % memory.ranks();
     const auto d = static_cast<std::size_t>(peer);
     if (to[d] == 0) continue;
-    if (!memory.crosses(peer)) {
-      const SourceHeader header = header_of(exchange, peer, all[d]);
-      memory.reach.write(peer, memory.at(memory.header_offset(g, memory.engine.rank())), &header,
-                         sizeof(header), protocol::Credit<>::tag(g));
-      bytes[d] += sizeof(header);
-    } else if (all[d] == 0) {
-      bytes[d] += send_no_record(memory, exchange, peer);
+    if (all[d] == 0 || !memory.crosses(peer)) {
+      bytes[d] += send_header(memory, exchange, peer, all[d]);
     }
     credit.announce(memory.reach, peer, g, bytes[d]);
   }

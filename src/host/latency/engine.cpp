@@ -15,20 +15,28 @@ namespace ferry::host {
 
 namespace {
 
-protocol::FlagLayout flags(int ranks, fabric::SegmentId segment, std::size_t offset) {
-  return {ranks, {segment, offset}, kLineBytes};
+static_assert(kFlagBlock == protocol::kFlagStride && kBesideFlag >= protocol::kFlagBytes);
+static_assert(kBesideFlag + std::max(sizeof(SourceHeader), sizeof(CombineHead)) <= kFlagBlock);
+
+/// `lines` is [R].
+protocol::FlagLayout flags(int ranks, fabric::SegmentId segment, std::size_t lines) {
+  return {ranks, {segment, lines}, kLineBytes};
 }
 
-/// One delivery for each buffer: `lines` is [2, R].
+protocol::FlagLayout source_flags(int ranks, fabric::SegmentId segment, std::size_t first) {
+  return {ranks, {segment, first}, kSourceBytes};
+}
+
+/// One delivery for each buffer.
 template <class Traits>
 std::array<protocol::Delivery<Traits>, 2> deliveries(const HostEngine& engine,
                                                      const fabric::Segment& segment,
-                                                     std::size_t lines) {
+                                                     std::size_t first) {
   const auto one = [&](std::size_t at) {
-    return protocol::Delivery<Traits>(flags(engine.size(), segment.id, at), engine.rank(),
+    return protocol::Delivery<Traits>(source_flags(engine.size(), segment.id, at), engine.rank(),
                                       segment.data + at);
   };
-  return {one(lines), one(lines + static_cast<std::size_t>(engine.size()) * kLineBytes)};
+  return {one(first), one(first + kFlagBlock)};
 }
 
 /// `lines` is [R].
@@ -51,8 +59,8 @@ HostLatency::HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig
       number_(engine_->next_exchange()),
       memory_{*engine_, config, segments.mine, layout,
               FabricReach(*engine_->shared_memory()->fabric, number_, segments.ids)},
-      credit_({flags(engine_->size(), segments.mine.id, layout.arrived),
-               flags(engine_->size(), segments.mine.id, layout.released)},
+      credit_({source_flags(engine_->size(), segments.mine.id, layout.arrived),
+               source_flags(engine_->size(), segments.mine.id, layout.released)},
               engine_->rank(), segments.mine.data + layout.arrived,
               segments.mine.data + layout.released),
       combined_(deliveries<protocol::DeliveryTraits>(*engine_, segments.mine, layout.combined)),

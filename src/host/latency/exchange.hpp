@@ -42,7 +42,6 @@ struct CombineHead {
   std::uint32_t unused = 0;
   bool operator==(const CombineHead&) const = default;
 };
-static_assert(sizeof(CombineHead) <= kLineBytes);
 
 /// A row that came.
 struct Arrival {

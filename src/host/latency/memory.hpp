@@ -99,14 +99,13 @@ struct LatencyMemory {
                static_cast<std::size_t>(config.capacity) +
            static_cast<std::size_t>(row);
   }
-  /// Of [2, R] lines.
-  std::size_t line_offset(std::size_t lines, Generation generation, int source) const {
-    return lines + (buffer(generation) * static_cast<std::size_t>(ranks()) +
-                    static_cast<std::size_t>(source)) *
-                       kLineBytes;
+  /// Of what a source says, or of its flag, that is there twice.
+  std::size_t source_place(std::size_t first, Generation generation, int source) const {
+    return first + static_cast<std::size_t>(source) * kSourceBytes +
+           buffer(generation) * kFlagBlock;
   }
   std::size_t header_offset(Generation generation, int source) const {
-    return line_offset(layout.counts, generation, source);
+    return source_place(layout.counts, generation, source);
   }
   /// Where, in the memory of the tokens' owner, the rows to be summed begin that lie from place
   /// `first` on: those of a rank one behind the other, in the order in which it sends them, so that
@@ -126,7 +125,7 @@ struct LatencyMemory {
     }
   }
   protocol::FlagArray flag_array(std::size_t offset) const {
-    return {segment.data + offset, kLineBytes, ranks()};
+    return {segment.data + offset, kSourceBytes, ranks()};
   }
 
   /// Whether what goes to or comes from `peer` crosses to another domain: as records then.
@@ -139,10 +138,14 @@ struct LatencyMemory {
            static_cast<std::size_t>(row) * record_layout(exchange).bytes;
   }
   // Where what came from a source lies, by whichever way it came.
+  /// A source that crosses with no rows writes no record.
   const SourceHeader& header_from(const Exchange& exchange, int source) const {
-    const std::size_t offset = crosses(source) ? record_offset(exchange, source, 0)
-                                               : header_offset(exchange.generation, source);
-    return *reinterpret_cast<const SourceHeader*>(segment.data + offset);
+    const auto at = [this](std::size_t offset) -> const SourceHeader& {
+      return *reinterpret_cast<const SourceHeader*>(segment.data + offset);
+    };
+    const SourceHeader& alone = at(header_offset(exchange.generation, source));
+    if (!crosses(source) || alone.generation == exchange.generation) return alone;
+    return at(record_offset(exchange, source, 0));
   }
   const std::int32_t* meta_from(const Exchange& exchange, int source, std::int64_t row) const {
     const std::size_t offset =

@@ -24,7 +24,8 @@ constexpr const char* kFolder = "/dev/shm";
 constexpr std::size_t kLeastHuge = std::size_t{2} << 20;
 constexpr std::size_t kPageBytes = 4096;
 /// Of private pages, at their beginning. A huge page takes its 2 MiB with the first byte: 512 ranks
-/// of one process, each of which uses little, would take a gigabyte.
+/// of one process, each of which uses little, would take a gigabyte. So memory that is hardly
+/// larger has no huge page at all.
 constexpr std::size_t kSmallPages = std::size_t{4} << 20;
 
 /// Memory is reserved in pieces: a signal during the call undoes the whole piece.
@@ -121,8 +122,9 @@ std::byte* private_pages(std::size_t bytes, std::size_t alignment, int& error) n
   if (after > 0) munmap(start + before + bytes, after);
   start += before;
   // All of it only advice.
-  if (bytes >= kLeastHuge) madvise(start, std::min(bytes, kSmallPages), MADV_NOHUGEPAGE);
-  if (bytes > kSmallPages) madvise(start + kSmallPages, bytes - kSmallPages, MADV_HUGEPAGE);
+  const std::size_t small = bytes <= 2 * kSmallPages ? bytes : kSmallPages;
+  if (bytes >= kLeastHuge) madvise(start, small, MADV_NOHUGEPAGE);
+  if (bytes > small) madvise(start + small, bytes - small, MADV_HUGEPAGE);
   return start;
 }
 
