@@ -9,6 +9,7 @@
 #include <string>
 
 #include "bench/board.hpp"
+#include "bench/memory.hpp"
 #include "bench/options.hpp"
 #include "bench/plot.hpp"
 #include "bench/rank.hpp"
@@ -96,6 +97,13 @@ bool gpus_suffice(const BenchSettings& s) {
   return true;
 }
 
+/// Whether they find enough memory; says why not.
+bool memory_suffices(const std::vector<BenchSettings>& runs) {
+  const std::string why = too_large(runs, system_facts().memory);
+  if (!why.empty()) fmt::print(stderr, "ferry bench: {}\n", why);
+  return why.empty();
+}
+
 /// Finds NCCL. False, and says so: one that was named cannot be used.
 bool prepare_sweep(BenchArguments& given) {
   BenchSettings& s = given.settings;
@@ -125,8 +133,10 @@ int bench(BenchArguments& given, const CommandLine& line) {
   if (!may_write("bench", given.json_file) || !may_draw("bench", given.plot_file)) return 1;
   if (!may_write("bench", s.tune)) return 1;
   if (s.sweeps() && !prepare_sweep(given)) return 1;
+  const std::vector<BenchSettings> runs = runs_of(given);
+  if (!s.on_gpus() && !memory_suffices(runs)) return 1;
   std::vector<BenchResult> results;
-  for (const BenchSettings& run : runs_of(given)) {
+  for (const BenchSettings& run : runs) {
     if (!run_mode(run, results)) return 1;
   }
   if (!given.json || !given.json_file.empty()) {

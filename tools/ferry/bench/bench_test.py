@@ -254,6 +254,19 @@ class Bench(unittest.TestCase):
         self.assertEqual(result.returncode, 1)
         self.assertIn("there is no GPU, or this build has no CUDA engine", result.stderr)
 
+    def test_what_no_machine_has_room_for_is_refused_before(self):
+        large = "-n 512 --tokens 1048576 --latency-tokens 4096 --hidden 16384"
+        for mode in ("throughput", "latency"):
+            for ranks in ("--threads", "--processes"):
+                with self.subTest(mode=mode, ranks=ranks):
+                    result = bench(f"{large} --mode {mode} {ranks}")
+                    self.assertEqual(result.returncode, 1)
+                    self.assertRegex(
+                        result.stderr,
+                        rf"ferry bench: {mode} mode on 512 ranks takes about [0-9.]+ .iB of memory; "
+                        r"here are .*Less: ",
+                    )
+
     def test_wrong_command_lines_are_refused_with_a_reason(self):
         for arguments, reason in (
             ("--topk 9", "there are only 6 experts"),

@@ -4,13 +4,12 @@
 #include <vector>
 
 #include "bench/latency_check.hpp"
+#include "bench/memory.hpp"
 #include "bench/rank.hpp"
 #include "ferry/latency.hpp"
 
 namespace ferry::cli {
 namespace {
-
-constexpr std::size_t kLatencySlack = std::size_t{16} << 20;
 
 struct LatencyBench {
   const BenchSettings& settings;
@@ -140,11 +139,7 @@ LatencyConfig latency_config(const BenchSettings& s) {
 void bench_latency(const BenchSettings& settings, const BenchBoard& board,
                    std::shared_ptr<Bootstrap> bootstrap) {
   GroupConfig config = group_config(settings);
-  const auto most_rows = static_cast<std::size_t>((settings.experts / settings.ranks + 1) *
-                                                  settings.ranks * settings.latency_tokens);
-  config.memory_bytes =
-      kLatencySlack +
-      (settings.dtype == Dtype::e4m3 ? most_rows * settings.combine_row_bytes() : 0);
+  config.memory_bytes = latency_memory(settings);
   Group group(std::move(bootstrap), config);
   LatencyBench exchange(settings, group);
   board.rows(0, group.rank()) =

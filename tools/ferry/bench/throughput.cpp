@@ -7,20 +7,12 @@
 #include <vector>
 
 #include "bench/data.hpp"
+#include "bench/memory.hpp"
 #include "bench/rank.hpp"
 #include "bench/tuning.hpp"
 
 namespace ferry::cli {
 namespace {
-
-constexpr std::size_t kThroughputSlack = std::size_t{16} << 20;
-
-// Room for the rows of a dispatch, those of a combine, and a copy of them, when all tokens of all
-// ranks come here. Pages that nobody touches cost nothing.
-std::size_t memory_for(const BenchSettings& s) {
-  const auto most_rows = static_cast<std::size_t>(s.ranks) * static_cast<std::size_t>(s.tokens);
-  return most_rows * (2 * s.dispatch_row_bytes() + 2 * s.combine_row_bytes()) + kThroughputSlack;
-}
 
 struct ThroughputBench {
   const BenchSettings& settings;
@@ -149,7 +141,7 @@ void measure_all(const ThroughputBench& e, const BenchBoard& board, const Plan& 
 
 GroupConfig throughput_config(const BenchSettings& settings) {
   GroupConfig config = group_config(settings);
-  config.memory_bytes = memory_for(settings);
+  config.memory_bytes = throughput_memory(settings);
   return config;
 }
 

@@ -63,7 +63,7 @@ void judge(const WaitMatrix& waits, SlowPart& part) {
   part.by_itself = is_long(part.waited_ns - part.no_cpu_ns, part.usual_ns);
 }
 
-std::string describe(const SlowPart& part) {
+std::string words_of(const SlowPart& part) {
   const std::string waited = wait_time_text(part.waited_ns), usual = wait_time_text(part.usual_ns);
   if (!part.by_itself) {
     const std::string what =
@@ -139,7 +139,7 @@ std::vector<SlowPart> slow_parts(const WaitMatrix& waits) {
 std::string describe_waits(const WaitMatrix& waits) {
   const std::vector<SlowPart> parts = slow_parts(waits);
   std::string text;
-  for (const SlowPart& part : parts) text += (text.empty() ? "" : "\n") + describe(part);
+  for (const SlowPart& part : parts) text += (text.empty() ? "" : "\n") + words_of(part);
   if (!parts.empty()) {
     if (waits.size() == 2) text += "\nWith two ranks a slow sender, receiver and link look alike.";
     double no_cpu = 0;
