@@ -1,0 +1,86 @@
+"""What links and cores take together, against what was measured between hosts: the form of
+`prediction.py`, and that its one number is fitted to other shapes than those it predicts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from prediction import OVERLAP_OF_TWO_STEPS, both, overlap_of
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "2core_hosts_crossing_reno.json"
+ASKED = 0.10
+SHAPES = ("4x1", "2x4", "4x2")
+# Over equal links. Of both, what the cores take was measured twice: with the other measurement they
+# are within 9 %.
+MISSES = {("4x1", 8, "hierarchical", "dispatch"), ("2x4", 8, "hierarchical", "dispatch")}
+
+
+class Cell(NamedTuple):
+    shape: str
+    slow: bool
+    topk: int
+    crossing: str
+    call: str
+    took: float
+    links: float
+    cores: float
+    predicted: float
+
+    def error(self, overlap: float) -> float:
+        return both(self.links, self.cores, overlap) / self.took - 1
+
+
+def cells() -> list[Cell]:
+    found = []
+    for run in json.loads(RESULTS.read_text())["runs"]:
+        shape, slow = f"{run['hosts']}x{run['ranks']}", run["slow"] >= 0
+        for case in run["cases"]:
+            for crossing in ("direct", "hierarchical"):
+                for call in ("dispatch", "combine"):
+                    own: dict[str, Any] = case[crossing]
+                    times = [
+                        own[f"{call}{what}_ms"] for what in ("", "_links", "_cores", "_predicted")
+                    ]
+                    found.append(Cell(shape, slow, case["topk"], crossing, call, *times))
+    return found
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["equal", "slow"])
+def test_times_are_within_what_is_asked(slow: bool) -> None:
+    of_links = [cell for cell in cells() if cell.slow == slow]
+    assert len(of_links) == 24
+    missed = set()
+    for cell in of_links:
+        overlap = overlap_of(cell.crossing, cell.call)
+        assert cell.predicted == pytest.approx(both(cell.links, cell.cores, overlap), rel=1e-3)
+        if abs(cell.error(overlap)) > ASKED:
+            missed.add((cell.shape, cell.topk, cell.crossing, cell.call))
+    assert missed == (set() if slow else MISSES)
+
+
+def test_what_misses_is_within_it_with_the_other_measurement_of_cores() -> None:
+    all_cells = {(c.shape, c.topk, c.crossing, c.call, c.slow): c for c in cells()}
+    for key in MISSES:
+        equal, slow = all_cells[*key, False], all_cells[*key, True]
+        assert abs(equal._replace(cores=slow.cores).error(overlap_of(*key[2:]))) < 0.09
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_overlap_of_two_steps_is_that_of_the_other_shapes(shape: str) -> None:
+    combines = [
+        cell
+        for cell in cells()
+        if not cell.slow and (cell.crossing, cell.call) == ("hierarchical", "combine")
+    ]
+    others = [cell for cell in combines if cell.shape != shape]
+    fitted = min(
+        (1 + step / 100 for step in range(200)),
+        key=lambda p: sum(cell.error(p) ** 2 for cell in others),
+    )
+    assert round(fitted, 1) in {OVERLAP_OF_TWO_STEPS, OVERLAP_OF_TWO_STEPS - 0.1}
+    for cell in combines:
+        if cell.shape == shape:
+            assert abs(cell.error(fitted)) < 0.06
