@@ -184,14 +184,12 @@ def run(given: argparse.Namespace, shape: str, slow: int) -> Result:
                 links = predicted(given, folder, cluster, slow_nics, topk, crossing, hosts * each)
             alone = cores[topk, crossing, call]
             foretold = both(links[call], alone, overlap_of(crossing, call))
-            cases.setdefault(topk, {"topk": topk}).setdefault(crossing, {}).update(
-                {
-                    f"{call}_ms": took * 1e3,
-                    f"{call}_links_ms": links[call] * 1e3,
-                    f"{call}_cores_ms": alone * 1e3,
-                    f"{call}_predicted_ms": foretold * 1e3,
-                }
-            )
+            cases.setdefault(topk, {"topk": topk}).setdefault(crossing, {}).update({
+                f"{call}_ms": took * 1e3,
+                f"{call}_links_ms": links[call] * 1e3,
+                f"{call}_cores_ms": alone * 1e3,
+                f"{call}_predicted_ms": foretold * 1e3,
+            })
             print(
                 f"{shape} slow {slow:2} top-{topk} {crossing:13} {call:9}{took * 1e3:8.1f} ms, "
                 f"predicted {foretold * 1e3:8.1f} ({100 * (foretold / took - 1):+.0f} %), "

@@ -263,8 +263,8 @@ class Bench(unittest.TestCase):
                     self.assertEqual(result.returncode, 1)
                     self.assertRegex(
                         result.stderr,
-                        rf"ferry bench: {mode} mode on 512 ranks takes about [0-9.]+ .iB of memory; "
-                        r"here are .*Less: ",
+                        rf"ferry bench: {mode} mode on 512 ranks takes about [0-9.]+ .iB of "
+                        r"memory; here are .*Less: ",
                     )
 
     def test_wrong_command_lines_are_refused_with_a_reason(self):
