@@ -164,7 +164,8 @@ void add_bench(CLI::App& app, const CommandLine& line, int& exit_code) {
   add_bench_options(bench_app, *given);
   bench_app->footer(
       "\nAll data is checked before anything is timed. Progress goes to standard error.\n"
-      "Exit codes: 0 done; 1 an exchange failed or brought wrong data; 2 wrong command line.");
+      "Exit codes: 0 done; 1 too little memory, an exchange failed or brought wrong data; 2 wrong "
+      "command line.");
   bench_app->callback([given, bench_app, &line, &exit_code] {
     settle_options(*bench_app, *given);
     exit_code = bench(*given, line);
