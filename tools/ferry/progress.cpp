@@ -22,11 +22,11 @@ Progress::Progress(std::string name, int total, std::chrono::milliseconds interv
       total_(std::max(total, 1)) {}
 
 Progress::~Progress() {
-  if (terminal_ && done_ > 0) fmt::print(stderr, "\r\x1b[K");
+  if (terminal_ && done_ >= 0) fmt::print(stderr, "\r\x1b[K");
 }
 
 void Progress::show(int done, std::string_view now) {
-  if (done == done_) return;
+  if (terminal_ && done == done_) return;
   const int percent = 100 * std::min(done, total_) / total_;
   if (terminal_) {
     const int filled = kBarWidth * percent / 100;

@@ -6,7 +6,8 @@
 
 namespace ferry::cli {
 
-/// On stderr: on a terminal a bar, which goes at the end; elsewhere a line each `interval`.
+/// On stderr: on a terminal a bar, which goes at the end; elsewhere a line each `interval`, also
+/// while nothing gets done.
 class Progress {
  public:
   /// `name`: of the command. `total`: steps that there are.
@@ -25,7 +26,7 @@ class Progress {
   std::chrono::milliseconds interval_;
   bool terminal_;
   int total_;
-  int done_ = 0;
+  int done_ = -1;                          ///< nothing is shown yet
   Clock::time_point last_ = Clock::now();  ///< of the last line
 };
 

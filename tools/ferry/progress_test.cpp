@@ -22,7 +22,14 @@ TEST(Progress, IsALineAtTimesInAPipe) {
     }
   }
   EXPECT_EQ(testing::internal::GetCapturedStderr(),
-            "bench: 25 %, dispatch\nbench: 100 %, dispatch\nbench: 100 %, dispatch\n");
+            "bench: 0 %, dispatch\nbench: 25 %, dispatch\nbench: 25 %, dispatch\n"
+            "bench: 100 %, dispatch\nbench: 100 %, dispatch\n");
+}
+
+TEST(Progress, IsABarOnATerminalBeforeAnythingIsDone) {
+  const std::string got = test::on_a_terminal([] { Progress("bench", 4).show(0, "preparing"); });
+  if (got.empty()) GTEST_SKIP() << "no terminal can be made here";
+  EXPECT_NE(got.find("   0 %  preparing"), std::string::npos) << got;
 }
 
 TEST(Progress, IsABarOnATerminalThatGoesAtTheEnd) {

@@ -50,7 +50,10 @@ bool run_mode(const BenchSettings& settings, std::vector<BenchResult>& results) 
   RankRun run;
   run.ranks = settings.ranks;
   run.processes = settings.processes;
-  run.tick = [&] { progress->show(static_cast<int>(board.done()), traits(board.now()).name); };
+  run.tick = [&] {
+    const auto done = static_cast<int>(board.done());
+    progress->show(done, done == 0 ? "preparing" : traits(board.now()).name);
+  };
   const auto failures = run_ranks(run, [&](int, std::shared_ptr<Bootstrap> bootstrap) {
     body_of(settings)(settings, board, std::move(bootstrap));
   });
