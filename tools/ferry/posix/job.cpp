@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <span>
+#include <string_view>
 #include <system_error>
 
 #include "platform/limits.hpp"
@@ -23,6 +24,14 @@ using std::chrono::milliseconds;
 constexpr milliseconds kLeftoverTime{500};       // for what a rank left behind to end by itself
 constexpr milliseconds kLeftoverPollPeriod{20};  // between two polls of what was left behind
 constexpr int kBrokenPipeCode = 128 + SIGPIPE;
+
+// What to do when a port that all commands of the job name is in use.
+std::string_view port_advice(const JobOptions& options) {
+  if (options.least == 0) return "choose another with --port, the same on all hosts";
+  return "to join a group that runs there, add --join; to begin another one, choose another "
+         "--port, "
+         "the same for all commands of the group";
+}
 
 // A terminal would stop a process of the background that reads from it.
 bool stdin_can_be_passed_on() {
@@ -114,7 +123,7 @@ JobEnvironment Job::one_host() {
   // Ferry and torch.distributed each listen on a port of their own.
   const bool elastic = options_.least > 0;
   if (elastic && options_.port != 0) {  // another command may start processes that join
-    if (!options_.joins) master_port_.emplace(options_.port);
+    if (!options_.joins) master_port_.emplace(options_.port, port_advice(options_));
     const auto next = static_cast<std::uint16_t>(options_.port + 1);
     return {
         .ranks = options_.ranks, .master_port = options_.port, .ferry_port = next, .elastic = true};
@@ -141,8 +150,8 @@ JobEnvironment Job::one_of_several() {
   const int host = own_place(options_.hosts);
   const auto next = static_cast<std::uint16_t>(options_.port + 1);
   if (host == 0 && !options_.joins) {  // where both listen
-    master_port_.emplace(options_.port);
-    ferry_port_.emplace(next);
+    master_port_.emplace(options_.port, port_advice(options_));
+    ferry_port_.emplace(next, port_advice(options_));
   }
   return {.ranks = options_.ranks,
           .hosts = static_cast<int>(options_.hosts.size()),

@@ -90,12 +90,10 @@ ReservedPort::ReservedPort() {
       kAttempts, ports.first, ports.end - 1));
 }
 
-ReservedPort::ReservedPort(std::uint16_t port) : port_(port), claim_(claim_port(port)) {
+ReservedPort::ReservedPort(std::uint16_t port, std::string_view advice)
+    : port_(port), claim_(claim_port(port)) {
   if (!claim_ || !is_free(port)) {
-    throw std::runtime_error(fmt::format(
-        "port {} is in use on this machine; choose another with --port, or leave --port out and "
-        "a free one is found",
-        port));
+    throw std::runtime_error(fmt::format("port {} is in use on this machine; {}", port, advice));
   }
 }
 

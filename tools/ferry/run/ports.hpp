@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace ferry::cli {
@@ -13,8 +14,10 @@ class ReservedPort {
  public:
   /// Picks one. Throws std::runtime_error when none can be found.
   ReservedPort();
-  /// Exactly this one. Throws std::runtime_error when somebody listens there.
-  explicit ReservedPort(std::uint16_t port);
+  /// Exactly this one. Throws std::runtime_error when somebody listens there; `advice`: what to do.
+  explicit ReservedPort(std::uint16_t port, std::string_view advice =
+                                                "choose another with --port, or leave --port "
+                                                "out and a free one is found");
   std::uint16_t number() const { return port_; }
 
  private:

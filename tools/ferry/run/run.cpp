@@ -107,8 +107,8 @@ void check_only(JobOptions& job) {
   const bool twice = std::adjacent_find(job.only.begin(), job.only.end()) != job.only.end();
   if (twice || job.only.back() >= job.ranks || static_cast<int>(job.only.size()) < job.least) {
     throw CLI::ValidationError(
-        fmt::format("--only {}: expected at least {} different ranks (LEAST) of 0 ... {}",
-                    fmt::join(job.only, ","), job.least, job.ranks - 1));
+        fmt::format("--only {}: expected different ranks of 0 ... {}, at least {} (LEAST)",
+                    fmt::join(job.only, ","), job.ranks - 1, job.least));
   }
 }
 
@@ -217,7 +217,9 @@ void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
     } else if (given->job.restarts > 0 || given->job.joins || !given->job.only.empty()) {
       throw CLI::ValidationError("--restarts, --only and --join are for --elastic LEAST:MOST");
     }
-    if (given->job.ranks == 0) throw CLI::RequiredError("--ranks");
+    if (given->job.ranks == 0) {
+      throw CLI::ValidationError("no number of ranks given: ferry run -n 4 -- python train.py");
+    }
     given->job.command = program_of(line, *run_app);
     given->job.prefix = !given->no_prefix;
     given->job.grace = std::chrono::milliseconds(std::lround(given->grace_s * 1000));

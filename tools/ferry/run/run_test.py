@@ -100,7 +100,7 @@ class CommandLine(unittest.TestCase):
 
     def test_wrong_command_lines_are_refused_with_a_reason(self):
         for arguments, reason in (
-            ([], "--ranks is required"),
+            ([], "no number of ranks given: ferry run -n 4 -- "),
             (["-n", "2"], "no program given"),
             (["-n", "2", "--"], "no program given"),
             (["-n", "0", "--", "true"], "--ranks: 0: must be at least 1\n"),
@@ -253,6 +253,19 @@ class Environment(unittest.TestCase):
             result = ferry_run("-n", "1", "--port", str(port), "--", "true")
         self.assertEqual(result.returncode, 1)
         self.assertIn(f"port {port} is in use", result.stderr)
+
+    def test_who_begins_a_second_group_at_a_port_hears_of_join(self):
+        import socket
+
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(min(server.getsockname()[1], 65534))
+            job = ("--elastic", "1:2", "--only", "1", "--port", port)
+            result = ferry_run(*job, "--", "true")
+        self.assertEqual(result.returncode, 1)
+        self.assertIn(
+            "is in use on this machine; to join a group that runs there, add --join", result.stderr
+        )
+        self.assertNotIn("leave --port out", result.stderr)
 
     def test_stdin_goes_to_rank_0_only(self):
         result = ferry_run("-n", "3", "--", "cat", input="one\ntwo\n")
