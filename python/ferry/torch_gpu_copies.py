@@ -76,7 +76,8 @@ class GpuCopies(Copies):
         balancer = self.balancer
         message = torch.empty(balancer.experts + 1, dtype=torch.int32, device=topk_idx.device)
         balancer.counts(topk_idx, out=message[:-1])
-        message[-1:].fill_(self._changed(parameters) or _capturing())  # no copy: that is not captured
+        # No copy: that is not captured.
+        message[-1:].fill_(self._changed(parameters) or _capturing())
         every = message.new_empty(self.ranks.size, len(message))
         self.ranks.all_gather(message, every)
         balancer.plan(every, again=_is_again())
