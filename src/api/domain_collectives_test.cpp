@@ -23,12 +23,17 @@ namespace {
 
 using namespace host::test;
 
+/// When a GPU breaks; -1: never.
+struct Breaks {
+  int sums = -1;   ///< after so many of its own
+  int steps = -1;  ///< when so many have left: another one of the domain, no work of this one fails
+};
+
 /// The GPUs of a domain, by collectives of the host, on a stream of the host.
 class HostGpus final : public cuda::DomainGpus {
  public:
-  /// `sums`: that it makes before it breaks.
-  HostGpus(std::shared_ptr<CollectivesEngine> ranks, std::size_t room, int rails, int sums)
-      : ranks_(std::move(ranks)), room_(room), sums_(sums) {
+  HostGpus(std::shared_ptr<CollectivesEngine> ranks, std::size_t room, int rails, Breaks breaks)
+      : ranks_(std::move(ranks)), room_(room), breaks_(breaks) {
     for (auto& slot : memory_) slot.resize(room * (2 + index(std::max(rails, 2))));
   }
   Device device() const override { return {}; }
@@ -44,7 +49,7 @@ class HostGpus final : public cuda::DomainGpus {
   }
   void reduce_shares(const ConstTensorView& x, ReduceOp op, std::int64_t share,
                      void* own) override {
-    if (sums_-- == 0) throw Error(ErrorKind::system, "the GPU has fallen off the bus");
+    if (breaks_.sums-- == 0) throw Error(ErrorKind::system, "the GPU has fallen off the bus");
     run([=, this] {
       Bytes all(x.bytes());
       copy(all.data(), x.data, all.size());
@@ -81,7 +86,10 @@ class HostGpus final : public cuda::DomainGpus {
   void tell(std::uint64_t number) override {
     expect_caller();
     EXPECT_GT(number, std::exchange(last_tell_, number));
-    (void)stream_.submit([=, this] { told_ = number; });
+    (void)stream_.submit([=, this] {
+      if (std::cmp_equal(number, breaks_.steps)) failed_ = true;
+      told_ = number;
+    });
   }
   bool told(std::uint64_t number) const override { return told_ >= number; }
   void hold(std::uint64_t number) override {
@@ -97,6 +105,7 @@ class HostGpus final : public cuda::DomainGpus {
     }
   }
   bool failed() const override { return failed_; }
+  Error failure() override { return Error(ErrorKind::peer_failed, "another GPU is gone"); }
   Event mark() override {
     expect_caller();
     return stream_.submit([this] {
@@ -162,7 +171,7 @@ class HostGpus final : public cuda::DomainGpus {
 
   std::shared_ptr<CollectivesEngine> ranks_;
   std::size_t room_;
-  int sums_;
+  Breaks breaks_;
   std::vector<std::byte> memory_[2];
   const std::thread::id caller_ = std::this_thread::get_id();
   std::uint64_t last_tell_ = 0;
@@ -183,7 +192,7 @@ struct Shape {
 
 std::shared_ptr<cuda::DomainCollectives> make(Bootstrap& bootstrap, const Shape& shape,
                                               std::chrono::nanoseconds deadline = 20s,
-                                              int sums = -1) {
+                                              Breaks breaks = {}) {
   GroupConfig config;
   config.deadline = deadline;
   config.network = shape.network;
@@ -196,7 +205,7 @@ std::shared_ptr<cuda::DomainCollectives> make(Bootstrap& bootstrap, const Shape&
   part.finish({}, config.deadline, {});
   return std::make_shared<cuda::DomainCollectives>(cuda::DomainCollectivesParts{
       config, inside.domains, rails.calls, rails.all, rails.rail,
-      std::make_unique<HostGpus>(gpus, shape.room, inside.domains.full_rails(), sums),
+      std::make_unique<HostGpus>(gpus, shape.room, inside.domains.full_rails(), breaks),
       std::move(rails.thread)});
 }
 
@@ -460,7 +469,7 @@ TEST_P(DomainCollectivesTest, ARankThatStaysAwayIsNamed) {
 TEST_P(DomainCollectivesTest, ARankWhoseGpuBreaksIsNamed) {
   const auto bootstraps = thread_bootstrap(ranks());
   on_ranks(ranks(), [&](int r) {
-    const auto all = make(*bootstraps[index(r)], GetParam(), 20s, r == 1 ? 3 : -1);
+    const auto all = make(*bootstraps[index(r)], GetParam(), 20s, {.sums = r == 1 ? 3 : -1});
     std::vector<float> x(500'000, 1.0f);
     for (const auto* again : {"first", "second"}) {
       const auto error = error_of([&] { all->all_reduce({x.data(), Dtype::f32, {500'000}}, {}); });
@@ -469,6 +478,22 @@ TEST_P(DomainCollectivesTest, ARankWhoseGpuBreaksIsNamed) {
           << error->what();
       EXPECT_EQ(error->peer(), 1) << error->what();
     }
+  });
+}
+
+// Nothing crosses then, and no kernel that could tell comes after that.
+TEST_P(DomainCollectivesTest, ACallThatDoesNotCrossFails) {
+  const auto bootstraps = thread_bootstrap(ranks());
+  on_ranks(ranks(), [&](int r) {
+    const auto all = make(*bootstraps[index(r)], GetParam(), 20s, {.steps = r == 1 ? 1 : -1});
+    const std::vector<std::int64_t> each(index(ranks()), 1);
+    std::vector<std::int32_t> x(index(ranks()), r), out(x.size());
+    const auto error = error_of([&] {
+      all->all_to_all({x.data(), Dtype::i32, {ranks()}}, {out.data(), Dtype::i32, {ranks()}},
+                      {each, each}, {});
+    });
+    ASSERT_TRUE(error.has_value()) << r;
+    EXPECT_EQ(error->kind(), ErrorKind::peer_failed) << error->what();
   });
 }
 

@@ -170,6 +170,10 @@ bool DeviceGpus::failed() const {
   return engine_->words().failed();
 }
 
+Error DeviceGpus::failure() {
+  return engine_->fatal_error();
+}
+
 Event DeviceGpus::mark() {
   return Event(
       std::make_shared<MarkEvent>(stream_.record(), std::exchange(calls_, std::vector<Event>())));

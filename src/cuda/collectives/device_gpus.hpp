@@ -40,6 +40,7 @@ class DeviceGpus final : public DomainGpus {
   void hold(std::uint64_t number) override;
   void release(std::uint64_t number) override;
   bool failed() const override;
+  Error failure() override;
   Event mark() override;
   void check_call(const char* call, const Stream* stream, int num_sms) const override;
   Event join(Stream& stream, Event done) override;

@@ -52,6 +52,8 @@ class DomainGpus {
   virtual void release(std::uint64_t number) = 0;
   /// A rank of the domain has failed, so that kernels end without having done their work.
   virtual bool failed() const = 0;
+  /// Why, once it has failed.
+  virtual Error failure() = 0;
   /// The end of what was started since the last mark; waiting for it throws what its kernels met.
   virtual Event mark() = 0;
 

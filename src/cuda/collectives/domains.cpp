@@ -134,8 +134,8 @@ Event DomainCollectives::enter(const Call& call, Stream* stream, const Count& co
       parts_.gpus->begin(before, call.num_sms);
       start(range, steps);
       if (stream != nullptr) joined = parts_.gpus->join(*stream, done);
+      started->set_value(parts_.gpus->mark());
     });
-    started->set_value(parts_.gpus->mark());
   } catch (...) {
     lock.unlock();
     started->set_value({});
@@ -268,15 +268,20 @@ DomainRoom DomainCollectives::room(std::int64_t step) const {
 void DomainCollectives::carry(const StepRange& range, const Steps& steps,
                               std::promise<Event>& started) {
   DomainGpus& gpus = *parts_.gpus;
-  for (std::int64_t step = 0; step < range.count && !gpus.failed(); ++step) {
-    await([&] { return gpus.told(range.number(step)) || gpus.failed(); });
+  std::int64_t crossed = 0;
+  for (; crossed < range.count && !gpus.failed(); ++crossed) {
+    await([&] { return gpus.told(range.number(crossed)) || gpus.failed(); });
     if (gpus.failed()) break;
-    steps.cross(step, room(step));
-    gpus.release(range.number(step));
+    steps.cross(crossed, room(crossed));
+    gpus.release(range.number(crossed));
   }
   gpus.release(range.last());  // the GPU comes to its end, also after a failure there
   const Event end = started.get_future().get();
-  among(members(), [&] { end.wait(kUntilTheyEnd, [this] { check_alive(); }); });
+  among(members(), [&] {
+    end.wait(kUntilTheyEnd, [this] { check_alive(); });
+    // Its kernels may all have ended before the domain failed.
+    if (crossed < range.count) throw gpus.failure();
+  });
   check_alive();
 }
 
