@@ -121,24 +121,21 @@ int run_job(const JobOptions& options) {
 
 JobEnvironment Job::one_host() {
   // Ferry and torch.distributed each listen on a port of their own.
-  const bool elastic = options_.least > 0;
-  if (elastic && options_.port != 0) {  // another command may start processes that join
+  if (options_.least > 0 && options_.port != 0) {  // another command may start processes that join
     if (!options_.joins) master_port_.emplace(options_.port, port_advice(options_));
     const auto next = static_cast<std::uint16_t>(options_.port + 1);
-    return {
-        .ranks = options_.ranks, .master_port = options_.port, .ferry_port = next, .elastic = true};
+    return {.ranks = options_.ranks, .master_port = options_.port, .ferry_port = next};
   }
   master_port_ = options_.port != 0 ? ReservedPort(options_.port) : ReservedPort();
   ferry_port_.emplace();
   return {.ranks = options_.ranks,
           .master_port = master_port_->number(),
-          .ferry_port = ferry_port_->number(),
-          .elastic = elastic};
+          .ferry_port = ferry_port_->number()};
 }
 
 /// Of several hosts each runs the same command, so nothing may be drawn or looked for.
 JobEnvironment Job::one_of_several() {
-  if (options_.port == 0 || options_.port == 65535) {
+  if (options_.port == 0) {
     throw std::runtime_error(
         "--hosts needs --port, the same on all hosts: MASTER_PORT, and FERRY_PORT is the next");
   }
@@ -159,8 +156,7 @@ JobEnvironment Job::one_of_several() {
           .master = options_.hosts.front(),
           .address = options_.hosts[static_cast<std::size_t>(host)],
           .master_port = options_.port,
-          .ferry_port = next,
-          .elastic = options_.least > 0};
+          .ferry_port = next};
 }
 
 void Job::start_ranks() {

@@ -17,11 +17,10 @@ std::vector<std::string> environment_of_rank(const JobEnvironment& job, const st
       {"MASTER_ADDR", job.master},
       {"MASTER_PORT", std::to_string(job.master_port)},
       {"FERRY_PORT", std::to_string(job.ferry_port)},
+      // Also of a job that is not elastic: a rank of one that is may have started it.
+      {"FERRY_BEGIN", entry == Entry::begins ? "1" : "0"},
+      {"FERRY_JOIN", entry == Entry::joins ? "1" : "0"},
   };
-  if (job.elastic) {
-    ours.emplace_back("FERRY_BEGIN", entry == Entry::begins ? "1" : "0");
-    ours.emplace_back("FERRY_JOIN", entry == Entry::joins ? "1" : "0");
-  }
   if (!secret.empty()) ours.emplace_back("FERRY_SECRET", secret);
   if (!job.address.empty() && getenv("FERRY_HOST") == nullptr)
     ours.emplace_back("FERRY_HOST", job.address);

@@ -14,10 +14,9 @@ struct JobEnvironment {
   std::string address{};  // of this host for the others; empty: one host
   std::uint16_t master_port = 0;
   std::uint16_t ferry_port = 0;
-  bool elastic = false;
 };
 
-/// How a rank of an elastic job comes into its group.
+/// How a rank comes into its group.
 enum class Entry {
   together,  ///< all ranks are there at first
   begins,    ///< alone; the others join it
@@ -25,10 +24,9 @@ enum class Entry {
 };
 
 /// "NAME=value" strings for one rank: this process's environment with RANK, LOCAL_RANK,
-/// WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, FERRY_PORT and `secret`, unless empty,
-/// as FERRY_SECRET set; of several hosts FERRY_HOST, with several ranks OMP_NUM_THREADS=1, unless
-/// they are already there; of an elastic job FERRY_BEGIN and FERRY_JOIN. `rank`: of this host, from
-/// 0.
+/// WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, FERRY_PORT, FERRY_BEGIN, FERRY_JOIN and
+/// `secret`, unless empty, as FERRY_SECRET set; of several hosts FERRY_HOST, with several ranks
+/// OMP_NUM_THREADS=1, unless they are already there. `rank`: of this host, from 0.
 std::vector<std::string> environment_of_rank(const JobEnvironment& job, const std::string& secret,
                                              int rank, Entry entry = Entry::together);
 

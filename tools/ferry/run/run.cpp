@@ -94,7 +94,7 @@ void add_elastic(CLI::App& run_app, RunArguments& given) {
 void check_only(JobOptions& job) {
   if (job.only.empty() && !job.joins) return;
   const char* option = job.only.empty() ? "--join" : "--only";
-  if (job.port == 0 || job.port == 65535) {
+  if (job.port == 0) {
     throw CLI::ValidationError(fmt::format(
         "{} needs --port (1 ... 65534), the same for all commands of the group", option));
   }
@@ -110,6 +110,14 @@ void check_only(JobOptions& job) {
         fmt::format("--only {}: expected different ranks of 0 ... {}, at least {} (LEAST)",
                     fmt::join(job.only, ","), job.ranks - 1, job.least));
   }
+}
+
+/// Of one host that is not elastic FERRY_PORT is any free one.
+void check_next_port(const JobOptions& job) {
+  if (job.port != 65535 || (job.least == 0 && job.hosts.empty())) return;
+  throw CLI::ValidationError(
+      fmt::format("--port: got 65535 beside {}; expected 1 ... 65534, for FERRY_PORT is the next",
+                  job.least > 0 ? "--elastic" : "--hosts"));
 }
 
 /// "2:4": the job goes on with at least 2 of 4 ranks.
@@ -212,7 +220,7 @@ void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
       ->type_name("PORT")
       ->check(whole_number(1, 65535).description("1 ... 65535"));
   run_app->callback([given, &line, run_app, &exit_code] {
-    if (!given->elastic.empty()) {
+    if (run_app->count("--elastic") > 0) {
       set_elastic(*given);
     } else if (given->job.restarts > 0 || given->job.joins || !given->job.only.empty()) {
       throw CLI::ValidationError("--restarts, --only and --join are for --elastic LEAST:MOST");
@@ -220,6 +228,7 @@ void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
     if (given->job.ranks == 0) {
       throw CLI::ValidationError("no number of ranks given: ferry run -n 4 -- python train.py");
     }
+    check_next_port(given->job);
     given->job.command = program_of(line, *run_app);
     given->job.prefix = !given->no_prefix;
     given->job.grace = std::chrono::milliseconds(std::lround(given->grace_s * 1000));

@@ -120,6 +120,15 @@ class CommandLine(unittest.TestCase):
             (["--elastic", "3:2", "--", "true"], "1 <= LEAST <= MOST"),
             (["--elastic", "1:2000", "--", "true"], "MOST <= 1024"),
             (["-n", "3", "--elastic", "1:2", "--", "true"], "leave -n out, or give 2"),
+            (["--elastic", "", "-n", "2", "--", "true"], "--elastic: got ''"),
+            (
+                ["--elastic", "1:2", "--port", "65535", "--", "true"],
+                "--port: got 65535 beside --elastic; expected 1 ... 65534",
+            ),
+            (
+                ["-n", "2", "--hosts", "a,b", "--port", "65535", "--", "true"],
+                "--port: got 65535 beside --hosts",
+            ),
             (["--elastic", "1:2", "--only", "0", "--", "true"], "--only needs --port"),
             (["--elastic", "1:2", "--join", "--", "true"], "--join needs --port"),
             (["--elastic", "1:2", "--port", "23456", "--only", "2", "--", "true"], "of 0 ... 1"),
@@ -511,6 +520,11 @@ class Elastic(unittest.TestCase):
                 result = ferry_run(*job, *arguments, *shell(script))
                 self.assertEqual(result.returncode, 0, result.stderr)
                 self.assertEqual(sorted(result.stdout.splitlines()), expected)
+
+    def test_a_job_that_a_joiner_starts_begins_as_any(self):
+        env = os.environ | {"FERRY_JOIN": "1", "FERRY_BEGIN": "1"}
+        result = ferry_run("-n", "2", *shell("echo $FERRY_BEGIN $FERRY_JOIN"), env=env)
+        self.assertEqual(sorted(result.stdout.splitlines()), ["[0] 0 0", "[1] 0 0"])
 
     def test_who_joins_does_not_ask_for_the_port(self):
         import socket
