@@ -29,8 +29,7 @@ constexpr int kBrokenPipeCode = 128 + SIGPIPE;
 std::string_view port_advice(const JobOptions& options) {
   if (options.least == 0) return "choose another with --port, the same on all hosts";
   return "to join a group that runs there, add --join; to begin another one, choose another "
-         "--port, "
-         "the same for all commands of the group";
+         "--port, the same for all commands of the group";
 }
 
 // A terminal would stop a process of the background that reads from it.
