@@ -3,6 +3,7 @@ starts all ranks again from a checkpoint. Experts sleep for each row, as virtual
 the others would lose nothing when a process dies.
 
     python bench/elastic.py            writes bench/results/8ranks_elastic.json
+    python bench/elastic.py --ranks 20 --restarts 0 --out FILE      nobody takes the place
 """
 
 from __future__ import annotations
@@ -54,11 +55,23 @@ def figures(steps: list[tuple[float, int, int]], killed_at: int) -> str:
     before = rate([one for one in steps if -8 <= one[0] <= 0])
     around = rate([one for one in steps if abs(one[1] - killed_at) <= 100])
     later = rate([one for one in steps if 3 <= one[0] < 10])
+    steady = rate([one for one in steps if one[0] >= 2])
     gap = next(at for at, step, _ in steps if step >= killed_at)
     return (
         f"{gap:.2f} s from the last step before the death to a new one; {before:.2f} steps/s, of "
-        f"which 200 steps around it had {around / before:.1%}, 3 to 10 s later {later / before:.1%}"
+        f"which 200 steps around it had {around / before:.1%}, 3 to 10 s later {later / before:.1%}, "
+        f"from 2 s on {steady / before:.1%}"
     )
+
+
+def restarted(given: argparse.Namespace, train: list[str]) -> dict[str, object]:
+    """The same training by torchrun."""
+    with tempfile.TemporaryDirectory() as folder:
+        launch = ["--nproc-per-node", str(given.ranks), "--max-restarts", "1", "--standalone"]
+        program = str(ROOT / "bench" / "elastic_restart.py")
+        every = ["--checkpoint", str(given.checkpoint), "--port", str(given.port)]
+        torchrun = str(Path(sys.executable).parent / "torchrun")
+        return run([torchrun, *launch, program, folder, *every, *train], given.kill)
 
 
 def main() -> None:
@@ -68,6 +81,9 @@ def main() -> None:
     parser.add_argument("--kill", type=int, default=105, metavar="STEP")
     parser.add_argument("--checkpoint", type=int, default=10, metavar="STEPS")
     parser.add_argument("--row-seconds", type=float, default=0.002)
+    parser.add_argument(
+        "--restarts", type=int, default=1, help="0: Ferry alone, torchrun would end"
+    )
     parser.add_argument("--port", type=int, default=21870, help="and the next three, for torchrun")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
@@ -76,24 +92,29 @@ def main() -> None:
         *("--steps", str(given.steps), "--row-seconds", str(given.row_seconds)),
         *("--kill", f"3:{given.kill}"),
     ]
-    elastic = ["--elastic", f"{given.ranks // 2}:{given.ranks}", "--restarts", "1", "--"]
+    elastic = [
+        "--elastic",
+        f"{given.ranks // 2}:{given.ranks}",
+        "--restarts",
+        f"{given.restarts}",
+        "--",
+    ]
     program = str(ROOT / "examples" / "elastic_training" / "train.py")
     runs = {
         "ferry": run(
             [str(beside / "ferry"), "run", *elastic, sys.executable, program, *train], given.kill
         )
     }
-    with tempfile.TemporaryDirectory() as folder:
-        launch = ["--nproc-per-node", str(given.ranks), "--max-restarts", "1", "--standalone"]
-        program = str(ROOT / "bench" / "elastic_restart.py")
-        every = ["--checkpoint", str(given.checkpoint), "--port", str(given.port)]
-        command = [str(beside / "torchrun"), *launch, program, folder, *every, *train]
-        runs["torchrun"] = run(command, given.kill)
-    losses = [one.pop("losses") for one in runs.values()]
-    assert isinstance(losses[0], dict) and isinstance(losses[1], dict)
-    for step in losses[0].keys() & losses[1].keys():  # both train the same
-        if abs(losses[0][step] - losses[1][step]) > 1e-12 * abs(losses[1][step]):
-            raise SystemExit(f"step {step}: losses {losses[0][step]} and {losses[1][step]}")
+    if given.restarts > 0:
+        runs["torchrun"] = restarted(given, train)
+    first: dict[int, float] = {}
+    for one in runs.values():
+        losses = one.pop("losses")
+        assert isinstance(losses, dict)
+        first = first or losses
+        for step in first.keys() & losses.keys():  # all train the same
+            if abs(first[step] - losses[step]) > 1e-12 * abs(first[step]):
+                raise SystemExit(f"step {step}: losses {first[step]} and {losses[step]}")
     how = {name: value for name, value in vars(given).items() if name not in ("out", "port")}
     about = {"date": f"{datetime.date.today()}", "cores": len(os.sched_getaffinity(0)), **how}
     about["tokens"] = 256  # of a step, in examples/elastic_training/train.py
