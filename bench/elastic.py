@@ -59,8 +59,8 @@ def figures(steps: list[tuple[float, int, int]], killed_at: int) -> str:
     gap = next(at for at, step, _ in steps if step >= killed_at)
     return (
         f"{gap:.2f} s from the last step before the death to a new one; {before:.2f} steps/s, of "
-        f"which 200 steps around it had {around / before:.1%}, 3 to 10 s later {later / before:.1%}, "
-        f"from 2 s on {steady / before:.1%}"
+        f"which 200 steps around it had {around / before:.1%}, 3 to 10 s later "
+        f"{later / before:.1%}, from 2 s on {steady / before:.1%}"
     )
 
 
