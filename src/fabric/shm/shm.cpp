@@ -178,7 +178,10 @@ void ShmFabric::forget(int peer) noexcept {
   // Most often there is nothing, and the directory says so in one look.
   int error = 0;
   const auto names = list_sections(owner_prefix(lost->process), error);
-  if (!names) return;
+  if (!names) {
+    lost->forgotten = false;  // another look may find room for a descriptor
+    return;
+  }
   for (const std::string& name : *names) {
     if (dead || is_object_of(peer, "/" + name)) remove_section("/" + name);
   }
