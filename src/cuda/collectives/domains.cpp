@@ -202,7 +202,9 @@ std::optional<Error> DomainCollectives::agree(const char* name, const Call& call
   const std::size_t ranks = index(size());
   const std::size_t counts = 2 * ranks * sizeof(std::int64_t);
   std::vector<std::byte> mine(sizeof(CallSignature) + counts), told(ranks * mine.size());
-  std::memcpy(mine.data(), &call.signature, sizeof(CallSignature));
+  CallSignature own = call.signature;
+  own.collective.blocks = call.num_sms;
+  std::memcpy(mine.data(), &own, sizeof own);
   if (!call.counts.empty())
     std::memcpy(mine.data() + sizeof(CallSignature), call.counts.data(), counts);
   const auto bytes = [&](std::vector<std::byte>& all) {
@@ -217,7 +219,7 @@ std::optional<Error> DomainCollectives::agree(const char* name, const Call& call
   for (int peer = 0; peer < size(); ++peer) {
     CallSignature theirs;
     std::memcpy(&theirs, at(peer), sizeof(theirs));
-    const std::string differs = difference(theirs, peer, call.signature);
+    const std::string differs = difference(theirs, peer, own);
     if (differs.empty()) continue;
     return refuse(peer, "rank " + to_string(rank()) + " and rank " + to_string(peer) +
                             " made different calls: " + differs);
