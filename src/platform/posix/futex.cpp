@@ -24,6 +24,11 @@ std::array<std::atomic<const std::uint64_t*>, 64> sleeping{};
 std::atomic<std::uint64_t> wakes{0};
 thread_local std::uint64_t wakes_seen = 0;
 
+/// How many threads that wakes, of this process and others.
+long wake(const std::uint64_t* word) noexcept {
+  return syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
 }  // namespace
 
 void futex_wait(const std::uint64_t* word, std::uint64_t seen, std::uint64_t nanoseconds) noexcept {
@@ -50,7 +55,7 @@ void futex_wait(const std::uint64_t* word, std::uint64_t seen, std::uint64_t nan
 }
 
 void futex_wake(const std::uint64_t* word) noexcept {
-  syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  (void)wake(word);
 }
 
 bool wake_sleepers() noexcept {
@@ -60,8 +65,7 @@ bool wake_sleepers() noexcept {
     const std::uint64_t* word = each.load();
     if (word == nullptr) continue;
     // A word whose memory has gone meanwhile is an error of the system call, and nothing happens.
-    const long woken = syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-    all = all && woken != 0;
+    if (wake(word) == 0) all = false;
   }
   return all;
 }
