@@ -411,12 +411,13 @@ TEST_P(DomainCollectivesTest, RanksThatDisagreeLearnItAndGoOn) {
     EXPECT_NE(std::string(sizes->what()).find("number of elements"), std::string::npos);
     EXPECT_EQ(x[0], 1.0f);
 
-    const auto sms = error_of([&] {
+    const auto differ_in_sms = error_of([&] {
       all.all_reduce({x.data(), Dtype::f32, {2000}}, {.num_sms = all.rank() == 0 ? 4 : 2});
     });
-    ASSERT_TRUE(sms.has_value());
-    EXPECT_EQ(sms->kind(), ErrorKind::mismatch);
-    EXPECT_NE(std::string(sms->what()).find("number of SMs"), std::string::npos) << sms->what();
+    ASSERT_TRUE(differ_in_sms.has_value());
+    EXPECT_EQ(differ_in_sms->kind(), ErrorKind::mismatch);
+    EXPECT_NE(std::string(differ_in_sms->what()).find("number of SMs"), std::string::npos)
+        << differ_in_sms->what();
     EXPECT_EQ(x[0], 1.0f);
 
     std::vector<std::int64_t> counts(index(all.size()), 10);
