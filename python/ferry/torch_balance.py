@@ -371,7 +371,9 @@ class _Coming:
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
-        self.events: list[_ferry.Event] = []
+        self.events: list[Any] = []
+        self.sources: list[Tensor] = []
+        """Not given back while they are read."""
 
 
 class _Batch:
@@ -384,7 +386,7 @@ class _Batch:
         self.trained = [tensor.requires_grad for tensor in parameters.values()]
         self._copies, self._table, self.device = copies, table, copies.device
         self._of = [(tensor.shape, tensor.dtype) for tensor in parameters.values()]
-        self._sums: list[tuple[Tensor, _ferry.Event] | None] = []
+        self._sums: list[tuple[Tensor, Any] | None] = []
         first = copies.ranks.rank * copies.local
         mine = range(first, first + copies.local)
         self._copied = any(expert in mine for row in table for expert in row)

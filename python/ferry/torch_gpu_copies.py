@@ -4,6 +4,8 @@ GPU but the first batch, so that forward and backward can be captured."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +16,13 @@ from ferry.arguments import instance
 from ferry.collectives import Collectives
 from ferry.group import Group
 from ferry.tensors import dense
-from ferry.torch_balance import Copies, _Batch, _is_again, _Owned, _said
+from ferry.torch_balance import Copies, _Batch, _Coming, _is_again, _Owned, _said
 from ferry.torch_gpu_balancer import GpuBalancer
 from ferry.torch_replicas import copy_experts, reduce_experts
 
 MOST_RANKS = 64
+
+_streams: weakref.WeakKeyDictionary[Collectives, torch.cuda.Stream] = weakref.WeakKeyDictionary()
 
 
 def plans_on_gpu(group: Group, collectives: Collectives | None, max_recv_rows: int) -> bool:
@@ -54,17 +58,10 @@ class GpuCopies(Copies):
         if said not in self._same:  # later batches are not compared: that would wait
             self._agree_on_parameters(list(said))
             self._same.add(said)
-        keeps = torch.is_grad_enabled()
         with torch.no_grad():
             topk_idx = dense("ExpertParallel: topk_idx", topk_idx)
             self._plan_on_gpu(parameters, topk_idx)
-            for name, parameter in parameters.items():
-                slots = self.registered(name, (self.slots, *parameter.shape[1:]), parameter.dtype)
-                given = dense(f"ExpertParallel: {name}", parameter.detach())
-                copy_experts(self.ranks, given, slots, self.balancer.fetches)
-                # The next batch fetches into the slots, and a backward may be to come.
-                self._tensors[name] = slots.clone() if keeps else slots
-            self.balancer.fetched()
+            self._fetch(parameters)
             places: Tensor = self.balancer.places(topk_idx, self.ranks.rank)
         batch = _GpuBatch(self, self.balancer.table.clone(), parameters)
         handle = _Owned.apply(batch, *parameters.values())  # type: ignore[no-untyped-call]
@@ -81,6 +78,31 @@ class GpuCopies(Copies):
         every = message.new_empty(self.ranks.size, len(message))
         self.ranks.all_gather(message, every)
         balancer.plan(every, again=_is_again())
+
+    def _fetch(self, parameters: dict[str, Tensor]) -> None:
+        given = [
+            (
+                dense(f"ExpertParallel: {name}", parameter.detach()),
+                self.registered(name, (self.slots, *parameter.shape[1:]), parameter.dtype),
+            )
+            for name, parameter in parameters.items()
+        ]
+
+        def moves() -> None:
+            for source, slots in given:
+                copy_experts(self.ranks, source, slots, self.balancer.fetches)
+
+        coming = _Coming({name: slots for name, (_, slots) in zip(parameters, given)})
+        coming.events.append(_beside(self.ranks, moves))
+        coming.sources = [source for source, _ in given]
+        self.balancer.fetching()
+        self._coming = coming
+
+    def _arrive(self) -> None:
+        super()._arrive()
+        if torch.is_grad_enabled():
+            # The next batch fetches into the slots, and a backward may be to come.
+            self._tensors = {name: slots.clone() for name, slots in self._tensors.items()}
 
     @torch.inference_mode(False)
     def registered(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -99,6 +121,19 @@ class GpuCopies(Copies):
         return checked
 
 
+def _beside(ranks: Collectives, moves: Callable[[], None]) -> Any:
+    """Has `moves` run behind what torch's current stream has so far, and beside what it gets from
+    now on: on a stream of these `ranks`. Returns the event of its end; in a graph, too."""
+    stream = _streams.get(ranks)
+    if stream is None:
+        # Before the blocks of other kernels: all ranks wait for the one whose weights come last.
+        stream = _streams[ranks] = torch.cuda.Stream(ranks._gpu, priority=-1)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        moves()
+        return stream.record_event()
+
+
 def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
@@ -113,10 +148,10 @@ class _GpuBatch(_Batch):
 
     def begin_sums(self, grads: tuple[Tensor | None, ...]) -> None:
         copies = self._where
-        self._sums = []
+        moved: list[tuple[Tensor, Tensor] | None] = []
         for name, grad, (shape, _), trained in zip(self.names, grads, self._of, self.trained):
             if not trained:
-                self._sums.append(None)
+                moved.append(None)
                 continue
             width = shape[1:].numel()
             given = copies.registered(f"gradient of {name}", (copies.slots, width), torch.float32)
@@ -124,8 +159,15 @@ class _GpuBatch(_Batch):
                 given.zero_()
             else:
                 given.copy_(grad.reshape(-1, width))
-            sums = torch.zeros(copies.local, width, device=self.device)
-            self._sums.append((sums, reduce_experts(copies.ranks, given, sums, self._on)))
+            moved.append((given, torch.zeros(copies.local, width, device=self.device)))
+
+        def moves() -> None:
+            for each in moved:
+                if each is not None:
+                    reduce_experts(copies.ranks, *each, self._on)
+
+        end = _beside(copies.ranks, moves)
+        self._sums = [None if each is None else (each[1], end) for each in moved]
 
 
 class _Planned(torch.autograd.Function):

@@ -135,6 +135,7 @@ class TensorBalancer:
         self.experts = self._on_cpu.experts
         self.plan_id, self.table, self.fetches, self.load = (torch.zeros(1) for _ in range(4))
         self.fetched, self.places = self._on_cpu.fetched, self._on_cpu.places
+        self.fetching = self._on_cpu.fetching
 
     def counts(self, topk_idx: Tensor, out: Tensor) -> None:
         out.copy_(torch.as_tensor(self._on_cpu.counts(topk_idx)))
@@ -146,6 +147,12 @@ class TensorBalancer:
         self.plan_id = torch.tensor([self._on_cpu.plan_id])
         its = self._on_cpu
         self.table, self.fetches, self.load = map(torch.tensor, (its.table, its.fetches, its.load))
+
+
+def beside(ranks: Any, moves: Any) -> Any:
+    """What torch_gpu_copies._beside is with streams of GPUs."""
+    moves()
+    return ferry.Event()
 
 
 def of_lists(move: Any) -> Any:

@@ -52,6 +52,7 @@ def test_copies_that_no_cpu_knows_give_the_same_bits(
     """As on GPUs, but that a CPU plans and moves."""
     monkeypatch.setattr(torch_experts, "plans_on_gpu", lambda *_: True)
     monkeypatch.setattr(torch_gpu_copies, "GpuBalancer", bodies.TensorBalancer)
+    monkeypatch.setattr(torch_gpu_copies, "_beside", bodies.beside)
     for name in ("copy_experts", "reduce_experts"):
         monkeypatch.setattr(torch_gpu_copies, name, bodies.of_lists(getattr(ft, name)))
     bootstraps = ferry.threads(bodies.RANKS)
