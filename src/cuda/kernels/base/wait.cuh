@@ -21,7 +21,8 @@ __device__ __forceinline__ LocalWords* local_words(const GroupView& group) {
 __device__ __forceinline__ std::byte* control_of(const GroupView& group, int peer) {
   return group.segments[static_cast<std::size_t>(peer) * kMaxSegments].data;
 }
-/// Whether the seat is empty, because its rank was lost: nothing is awaited from it.
+/// Whether the seat is empty, because its rank was lost: nothing is awaited from it. Who polls a
+/// word asks each time, just before: so the two trips to the memory pass side by side.
 __device__ __forceinline__ bool is_hole(const GroupView& group, int peer) {
   return group.segments[static_cast<std::size_t>(peer) * kMaxSegments].bytes == 0;
 }
@@ -141,12 +142,15 @@ struct SpinDeadline {
   }
 };
 
-/// One thread waits for a flag of `peer` in its own rank's memory. False: the group has failed.
+/// One thread waits for a flag of `peer`, unless it is a hole, in its own rank's memory. False: the
+/// group has failed.
 __device__ inline bool await_flag(const GroupView& group, const std::uint64_t* word, int peer,
                                   std::uint64_t generation, Stage stage) {
   SpinDeadline spin_deadline;
   for (;;) {
+    const bool hole = is_hole(group, peer);
     const std::uint64_t seen = load_acquire(word);
+    if (hole) return true;
     if (seen >= generation) {
       // Nobody ends call g + 1 without this rank, so g + 2 is a protocol violation.
       if (seen <= generation + 1) return true;
@@ -166,7 +170,6 @@ __device__ inline bool await_all(const GroupView& group, std::size_t flags,
   bool there = true;
   for (int peer = static_cast<int>(threadIdx.x); peer < group.ranks && there;
        peer += static_cast<int>(blockDim.x)) {
-    if (is_hole(group, peer)) continue;
     there = await_flag(group, flag_at(group.control, flags, peer), peer, generation, stage);
   }
   return __syncthreads_and(there) != 0;
