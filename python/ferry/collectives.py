@@ -391,8 +391,9 @@ class Collectives:
         send before they receive. Other work of the stream waits for them.
 
         On GPUs of one domain each waits for those before it on its stream: of two ranks that send
-        to each other one receives first, or on another stream. Not in graphs. What is not of
-        `empty` is copied once.
+        to each other one receives first, or on another stream. What is not of `empty` is copied
+        once. To a rank of another domain a send does not hold the stream, only its event ends when
+        the peer has asked for it. Not in graphs.
         """
         place = self._streams.place("send", stream, x)
         raw = _view("send: x", x, dtype, place)

@@ -45,6 +45,9 @@ def test_every_call_in_domains(pool: Any, device: str, size: int) -> None:
 @pytest.mark.parametrize(("device", "size"), [pytest.param("cpu", 2, id="cpu-2"), *ON_GPUS[1:]])
 def test_transfers(pool: Any, device: str, size: int) -> None:
     pool(device, size).run(bodies.transfers)
+    pool(device, size).run(bodies.transfers, domain_size=1)
+    if size == 4:
+        pool(device, size).run(bodies.transfers, domain_size=2)
 
 
 @pytest.mark.parametrize("body", bodies.ALL[1:], ids=lambda body: body.__name__)

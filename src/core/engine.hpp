@@ -189,14 +189,9 @@ class CollectivesEngine {
                     ": table: got a tensor; expected the entries: only backend cuda moves rows by "
                     "a table in memory that the CPU does not read");
   }
-  virtual Event send(const ConstTensorView& /*x*/, int /*peer*/, int /*tag*/,
-                     const CollectiveOptions& /*options*/) {
-    no_transfers("send");
-  }
-  virtual Event recv(const TensorView& /*x*/, int /*peer*/, int /*tag*/,
-                     const CollectiveOptions& /*options*/) {
-    no_transfers("recv");
-  }
+  virtual Event send(const ConstTensorView& x, int peer, int tag,
+                     const CollectiveOptions& options) = 0;
+  virtual Event recv(const TensorView& x, int peer, int tag, const CollectiveOptions& options) = 0;
   virtual std::shared_ptr<const WindowState> window(std::int64_t /*rows*/, std::int64_t /*columns*/,
                                                     Dtype /*dtype*/) {
     throw Error(ErrorKind::unsupported,
@@ -212,14 +207,6 @@ class CollectivesEngine {
   virtual Error fail(const char* /*call*/, const Error& error) { return error; }
   /// What it is built on: barrier, memory, ranks.
   virtual Engine& engine() = 0;
-
- private:
-  [[noreturn]] static void no_transfers(const char* call) {
-    throw Error(ErrorKind::unsupported,
-                std::string(call) +
-                    ": tensors in GPU memory are not sent between two ranks of several domains "
-                    "yet; expected collectives of one domain, or with backend host");
-  }
 };
 
 }  // namespace ferry

@@ -1,5 +1,5 @@
-// send and recv on GPUs of one domain: the bytes of the host engine, tags and streams, sizes that
-// differ, a rank that stays away. Skips without a GPU.
+// send and recv on GPUs of one domain and of several: the bytes of the host engine, tags and
+// streams, sizes that differ, a rank that stays away. Skips without a GPU.
 #include <chrono>
 
 #include "collectives_pair.hpp"
@@ -8,16 +8,25 @@
 namespace ferry::test {
 namespace {
 
-constexpr Ranks kRanks[] = {{2, true}, {3, true}, {4, true}, {2, false}, {3, false}};
+/// `domain`: ranks of one; 0: all.
+struct Layout {
+  int ranks;
+  bool threads;
+  int domain = 0;
+};
+constexpr Layout kLayouts[] = {{2, true},     {3, true},     {4, true},    {2, false},
+                               {3, false},    {2, true, 1},  {3, true, 2}, {4, true, 2},
+                               {2, false, 1}, {4, false, 2}, {4, false, 1}};
 
-class TransfersTest : public ::testing::TestWithParam<Ranks> {
+class TransfersTest : public ::testing::TestWithParam<Layout> {
  protected:
   void each(const std::function<void(Pair&)>& body) {
-    on_pairs(GetParam().ranks, GetParam().threads, body);
+    on_pairs(GetParam().ranks, GetParam().threads, body, GetParam().domain);
   }
 };
-INSTANTIATE_TEST_SUITE_P(Ranks, TransfersTest, ::testing::ValuesIn(kRanks), [](const auto& one) {
-  return std::to_string(one.param.ranks) + (one.param.threads ? "Threads" : "Processes");
+INSTANTIATE_TEST_SUITE_P(Ranks, TransfersTest, ::testing::ValuesIn(kLayouts), [](const auto& one) {
+  const std::string by = one.param.domain > 0 ? "By" + std::to_string(one.param.domain) : "";
+  return std::to_string(one.param.ranks) + by + (one.param.threads ? "Threads" : "Processes");
 });
 
 /// To the next rank, from the one before: the last of an odd number sends and receives in turn,
@@ -88,6 +97,34 @@ TEST_P(TransfersTest, TagsMatchOnStreamsBesideOtherCalls) {
   });
 }
 
+// Between domains no stream waits for a send: both send first, and the copy to ordinary memory that
+// follows a receive comes when that has.
+TEST_P(TransfersTest, BothSendFirstBetweenDomains) {
+  if (GetParam().domain != 1) GTEST_SKIP() << "one receives first";
+  if (GetParam().threads) GTEST_SKIP() << "ranks share a driver";  // which the copy keeps
+  each([&](Pair& pair) {
+    OwnStream own(pair.device);
+    const int after = (pair.rank() + 1) % pair.size();
+    const int before = (pair.rank() + pair.size() - 1) % pair.size();
+    for (const std::int64_t count : {24, 3'000'000}) {
+      std::byte *x = pair.memory(At::registered, 0, Dtype::u8),
+                *out = pair.memory(At::ordinary, 1, Dtype::u8);
+      pair.copier.put(x, Bytes(index(count), std::byte(pair.rank() + 1)));
+      const Event sent =
+          pair.gpu.send(pair.view(x, Dtype::u8, count), after, 0, {.stream = &own.stream});
+      need(cudaMemsetAsync(x, 0xff, index(count), own.raw), "cudaMemsetAsync");
+      (void)pair.gpu.recv(pair.view(out, Dtype::u8, count), before, 0, {.stream = &own.stream});
+      Bytes got(index(count));
+      need(cudaMemcpyAsync(got.data(), out, got.size(), cudaMemcpyDeviceToHost, own.raw),
+           "cudaMemcpyAsync");
+      own.stream.synchronize();
+      need_same(Dtype::u8, got, Bytes(got.size(), std::byte(before + 1)), "received");
+      sent.wait(20s);
+    }
+    pair.meet();
+  });
+}
+
 TEST_P(TransfersTest, SizesThatDifferAreNamedOnBothSides) {
   each([&](Pair& pair) {
     std::byte *x = pair.memory(At::ordinary, 0, Dtype::u8),
@@ -136,7 +173,9 @@ TEST(TransfersFailures, ARankThatStaysAwayIsNamed) {
     GroupConfig config;
     config.backend = Backend::cuda;
     config.deadline = 4s;
-    for (const bool sends : {true, false}) {
+    for (const int what : {0, 1, 2, 3}) {
+      const bool sends = what % 2 == 0;
+      config.domain_size = what / 2;
       const Buffer x(1000);
       Collectives all(borrowed(bootstrap), config);
       bootstrap.all_gather({}, 60s);
@@ -151,7 +190,7 @@ TEST(TransfersFailures, ARankThatStaysAwayIsNamed) {
       bootstrap.all_gather({}, 60s);
     }
   };
-  for (const std::string& problem : run_on_crew(2, 1, rank, 60)) ADD_FAILURE() << problem;
+  for (const std::string& problem : run_on_crew(2, 1, rank, 90)) ADD_FAILURE() << problem;
 }
 
 }  // namespace

@@ -45,10 +45,17 @@ class JoinedEvent final : public Event::State, public GpuPoint {
   GpuEvent point_;
 };
 
+cudaStream_t cuda_stream(const Stream& stream) {
+  return static_cast<cudaStream_t>(stream.native());
+}
+
 /// Words hold the low 32 bits of numbers, which wrap.
 bool reached(std::uint64_t seen, std::uint64_t number) {
   return static_cast<std::int32_t>(static_cast<std::uint32_t>(seen - number)) >= 0;
 }
+
+constexpr int kPinnedKept = 16;
+constexpr std::size_t kLeastPinned = 128 << 10;
 
 std::size_t scratch_of(int rails) {
   return static_cast<std::size_t>(std::max(rails, 2)) * DeviceGpus::kRoom;
@@ -74,9 +81,15 @@ DeviceGpus::DeviceGpus(std::shared_ptr<CudaEngine> engine,
   // would keep back what the call launches.
   int least = 0, greatest = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
-  check(cudaStreamCreateWithPriority(&beside_, cudaStreamNonBlocking, greatest),
-        "cudaStreamCreateWithPriority");
+  for (cudaStream_t* each : {&beside_, &copies_}) {
+    check(cudaStreamCreateWithPriority(each, cudaStreamNonBlocking, greatest),
+          "cudaStreamCreateWithPriority");
+  }
   stream_ = Stream::of_cuda(beside_, device().index);
+  apart_ = Stream::of_cuda(copies_, device().index);
+  // The process keeps it: so transfers of so many bytes find some while a GPU waits.
+  std::vector<std::shared_ptr<std::byte>> kept(kPinnedKept);
+  for (auto& each : kept) each = pinned(0);
 }
 
 DeviceGpus::~DeviceGpus() {
@@ -86,7 +99,7 @@ DeviceGpus::~DeviceGpus() {
   }
   try {
     const OnDevice here(device().index);
-    cudaStreamDestroy(beside_);
+    for (cudaStream_t each : {beside_, copies_}) cudaStreamDestroy(each);
   } catch (...) {  // the GPU is going away
   }
 }
@@ -112,7 +125,7 @@ void DeviceGpus::reduce_shares(const ConstTensorView& x, ReduceOp op, std::int64
 void DeviceGpus::gather_shares(const void* own, std::int64_t bytes, std::int64_t share, void* out) {
   const std::int64_t first = std::min(bytes, engine_->rank() * share);
   std::byte* place = static_cast<std::byte*>(out) + first;
-  copy(place, own, static_cast<std::size_t>(std::min(share, bytes - first)));
+  copy(stream_, place, own, static_cast<std::size_t>(std::min(share, bytes - first)));
   calls_.push_back(collectives_->gather_shares(place, bytes, share, out, {&stream_, num_sms_}));
 }
 
@@ -126,7 +139,7 @@ void DeviceGpus::all_to_all(const ConstTensorView& x, const TensorView& out, Blo
 }
 
 void DeviceGpus::convert(const ConstTensorView& from, const TensorView& to) {
-  if (from.dtype == to.dtype) return copy(to.data, from.data, from.bytes());
+  if (from.dtype == to.dtype) return copy(stream_, to.data, from.data, from.bytes());
   const OnDevice here(device().index);
   const Conversion conversion{static_cast<const std::byte*>(from.data),
                               static_cast<std::byte*>(to.data), from.shape.product(), from.dtype,
@@ -134,15 +147,38 @@ void DeviceGpus::convert(const ConstTensorView& from, const TensorView& to) {
   check(launch_convert(conversion, engine_->local_sms(), beside_), "launch_convert");
 }
 
-void DeviceGpus::copy(void* to, const void* from, std::size_t bytes) {
+void DeviceGpus::copy(Stream& stream, void* to, const void* from, std::size_t bytes) {
   if (bytes == 0 || to == from) return;
   const OnDevice here(device().index);
-  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, beside_), "cudaMemcpyAsync");
+  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, cuda_stream(stream)),
+        "cudaMemcpyAsync");
 }
 
 void DeviceGpus::tell(std::uint64_t number) {
+  tell(stream_, &words().told, number);
+}
+
+void DeviceGpus::tell(Stream& stream, std::uint64_t* word, std::uint64_t value) {
   const OnDevice here(device().index);
-  store_word(beside_, &words().told, number);
+  store_word(cuda_stream(stream), word, value);
+}
+
+void DeviceGpus::hold(Stream& stream, std::uint64_t* word) {
+  const OnDevice here(device().index);
+  wait_for_word(cuda_stream(stream), word, 1);
+}
+
+Event DeviceGpus::transfer(bool sends, const TensorView& x, int peer, int tag,
+                           const CollectiveOptions& options) {
+  return sends ? collectives_->send(x, peer, tag, options)
+               : collectives_->recv(x, peer, tag, options);
+}
+
+std::shared_ptr<std::byte> DeviceGpus::pinned(std::size_t bytes) {
+  const OnDevice here(device().index);
+  PinnedBuffer buffer;
+  buffer.take(std::max(bytes, kLeastPinned));
+  return std::static_pointer_cast<std::byte>(buffer.memory());
 }
 
 bool DeviceGpus::told(std::uint64_t number) const {
@@ -182,21 +218,29 @@ Event DeviceGpus::mark() {
 void DeviceGpus::check_call(const char* call, const Stream* stream, int num_sms) const {
   (void)engine_->sms_for(call, num_sms);
   const OnDevice here(device().index);
-  if (stream == nullptr || !capture_of(static_cast<cudaStream_t>(stream->native())).active) return;
+  if (stream == nullptr || !capture_of(cuda_stream(*stream)).active) return;
   throw Error(
       ErrorKind::unsupported,
       std::string(call) +
-          ": its stream is being captured into a CUDA graph; collectives of several domains "
-          "cross by the CPU and cannot be captured",
+          ": the stream is being captured into a CUDA graph; expected one that is not: between "
+          "domains the CPU carries a call, once, so a replay would not cross. Make the call "
+          "between "
+          "two graphs, or with collectives of one domain, which are captured",
       {-1, -1, call, 0, 0, 0});
 }
 
 Event DeviceGpus::join(Stream& stream, Event done) {
   const OnDevice here(device().index);
-  GpuEvent point = engine_->gpu().events()->take();
-  check(cudaEventRecord(point.get(), beside_), "cudaEventRecord");
-  check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream.native()), point.get(), 0),
+  Event joined = ends(stream_, std::move(done));
+  check(cudaStreamWaitEvent(cuda_stream(stream), gpu_event_of(joined).get(), 0),
         "cudaStreamWaitEvent");
+  return joined;
+}
+
+Event DeviceGpus::ends(Stream& stream, Event done) {
+  const OnDevice here(device().index);
+  GpuEvent point = engine_->gpu().events()->take();
+  check(cudaEventRecord(point.get(), cuda_stream(stream)), "cudaEventRecord");
   return Event(std::make_shared<JoinedEvent>(std::move(done), std::move(point)));
 }
 

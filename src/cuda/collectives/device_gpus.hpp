@@ -44,6 +44,14 @@ class DeviceGpus final : public DomainGpus {
   Event mark() override;
   void check_call(const char* call, const Stream* stream, int num_sms) const override;
   Event join(Stream& stream, Event done) override;
+  Event transfer(bool sends, const TensorView& x, int peer, int tag,
+                 const CollectiveOptions& options) override;
+  std::shared_ptr<std::byte> pinned(std::size_t bytes) override;
+  Stream& apart() override { return apart_; }
+  void copy(Stream& stream, void* to, const void* from, std::size_t bytes) override;
+  void tell(Stream& stream, std::uint64_t* word, std::uint64_t value) override;
+  void hold(Stream& stream, std::uint64_t* word) override;
+  Event ends(Stream& stream, Event done) override;
   void fail(const char* call, const Error& error) override;
 
  private:
@@ -54,7 +62,6 @@ class DeviceGpus final : public DomainGpus {
   };
 
   Words& words() const { return *reinterpret_cast<Words*>(words_.get()); }
-  void copy(void* to, const void* from, std::size_t bytes);
   bool settle(std::chrono::nanoseconds most) noexcept;
 
   std::shared_ptr<CudaEngine> engine_;
@@ -63,9 +70,9 @@ class DeviceGpus final : public DomainGpus {
   Tensor scratch_{};
   std::shared_ptr<std::byte> pinned_{};
   std::shared_ptr<std::byte> words_{};
-  cudaStream_t beside_ = nullptr;
-  Stream stream_{std::shared_ptr<Stream::Queue>()};  ///< that, as a Stream
-  std::atomic<std::uint64_t> held_{0};               ///< the last number of a hold
+  cudaStream_t beside_ = nullptr, copies_ = nullptr;
+  Stream stream_{std::shared_ptr<Stream::Queue>()}, apart_ = stream_;  ///< those, as Streams
+  std::atomic<std::uint64_t> held_{0};  ///< the last number of a hold
   std::atomic<bool> failing_{false};
   int num_sms_ = 0;             ///< of the call
   std::vector<Event> calls_{};  ///< since the last mark

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "core/engine.hpp"
 
@@ -62,6 +63,23 @@ class DomainGpus {
   /// What comes next in the caller's stream waits for all that was started. The result is complete
   /// with `done`, and other streams can wait for it.
   virtual Event join(Stream& stream, Event done) = 0;
+  // Of transfers, beside all that: on streams of their callers, from any thread.
+
+  /// send or recv with a rank of the domain; with no stream it has ended.
+  virtual Event transfer(bool sends, const TensorView& x, int peer, int tag,
+                         const CollectiveOptions& options) = 0;
+  /// Pinned memory of so many bytes, with any values; no stream uses it when its last owner goes.
+  virtual std::shared_ptr<std::byte> pinned(std::size_t bytes) = 0;
+  /// A stream on which nothing ever waits.
+  virtual Stream& apart() = 0;
+  virtual void copy(Stream& stream, void* to, const void* from, std::size_t bytes) = 0;
+  /// When the stream has come there, the low 32 bits of `*word`, which is pinned, are `value`.
+  virtual void tell(Stream& stream, std::uint64_t* word, std::uint64_t value) = 0;
+  /// What comes next in the stream begins when `*word`, which is pinned, is 1.
+  virtual void hold(Stream& stream, std::uint64_t* word) = 0;
+  /// An event that is complete with `done`; other streams wait for this point of `stream`.
+  virtual Event ends(Stream& stream, Event done) = 0;
+
   /// Kernels that wait for peers end, nothing is held any more, and the domain's other ranks learn
   /// that this one failed. Returns when nothing runs any more, or soon.
   virtual void fail(const char* call, const Error& error) = 0;

@@ -16,23 +16,6 @@ constexpr int kSlots = 2;                 // steps under way
 constexpr std::int64_t kShareUnit = 128;  // elements; shares begin with whole vectors
 constexpr auto kUntilTheyEnd = 24h;       // kernels and the host's collectives have deadlines
 
-/// An error of ranks that are counted from 0 as the group counts them.
-Error told_of(const Error& error, const std::vector<int>& ranks, int self) {
-  const auto name = [&](int rank) {
-    return rank >= 0 && rank < static_cast<int>(ranks.size()) ? ranks[index(rank)] : rank;
-  };
-  ErrorContext context = error.context();
-  const bool same = context.rank == name(context.rank) && context.peer == name(context.peer);
-  context.rank = self;
-  context.peer = name(context.peer);
-  if (same) return Error(error.kind(), error.what(), context);
-  std::string text = "rank " + to_string(self);
-  if (context.peer >= 0 && context.peer != self) text += ", of rank " + to_string(context.peer);
-  text += ": among ranks";
-  for (const int rank : ranks) text += (rank == ranks.front() ? " " : ", ") + to_string(rank);
-  return Error(error.kind(), text + ", counted from 0: " + error.what(), context);
-}
-
 /// Waits for it; whoever holds the event learns how it ended.
 void settle(const Event& done, std::chrono::nanoseconds most) {
   try {
@@ -56,8 +39,27 @@ class Released {
 
 }  // namespace
 
+Error told_of(const Error& error, const std::vector<int>& ranks, int self) {
+  const auto name = [&](int rank) {
+    return rank >= 0 && rank < static_cast<int>(ranks.size()) ? ranks[index(rank)] : rank;
+  };
+  ErrorContext context = error.context();
+  const bool same = context.rank == name(context.rank) && context.peer == name(context.peer);
+  context.rank = self;
+  context.peer = name(context.peer);
+  if (same) return Error(error.kind(), error.what(), context);
+  std::string text = "rank " + to_string(self);
+  if (context.peer >= 0 && context.peer != self) text += ", of rank " + to_string(context.peer);
+  text += ": among ranks";
+  for (const int rank : ranks) text += (rank == ranks.front() ? " " : ", ") + to_string(rank);
+  return Error(error.kind(), text + ", counted from 0: " + error.what(), context);
+}
+
 DomainCollectives::DomainCollectives(DomainCollectivesParts parts)
-    : parts_(std::move(parts)), rails_(parts_.domains.full_rails()) {
+    : parts_(std::move(parts)),
+      rails_(parts_.domains.full_rails()),
+      transfers_({*parts_.gpus, *parts_.all, [this] { return dead(); },
+                  [this](const char* call, const Error& error) { return fail_all(call, error); }}) {
   for (int d = 0; d < domains(); ++d) {
     largest_domain_ = std::max(largest_domain_, std::ssize(parts_.domains.members(d)));
   }
@@ -73,7 +75,11 @@ void DomainCollectives::destroy() {
   if (leaving_.exchange(true, std::memory_order_acq_rel)) return;
   constexpr std::chrono::nanoseconds kPolite = 500ms,
                                      kMost = 10s;  // a call's own time; after it was told to stop
-  if (!dead()) settle(last(), kPolite);
+  if (!dead()) {
+    settle(last(), kPolite);
+    transfers_.settle(kPolite);
+  }
+  transfers_.stop();
   for (const auto& each : {parts_.calls, parts_.all, parts_.rail}) {
     if (each) each->engine().destroy();
   }

@@ -24,6 +24,7 @@
 #include "core/domains.hpp"
 #include "core/engine.hpp"
 #include "cuda/collectives/domain_gpus.hpp"
+#include "cuda/collectives/domain_transfers.hpp"
 
 namespace ferry::cuda {
 
@@ -38,6 +39,9 @@ struct DomainCollectivesParts {
   Stream thread{std::shared_ptr<Stream::Queue>()};  ///< of nobody else
 };
 
+/// An error of ranks that are counted from 0 as the group, in which they are `ranks`, counts them.
+Error told_of(const Error& error, const std::vector<int>& ranks, int self);
+
 class DomainCollectives final : public CollectivesEngine, public Engine {
  public:
   explicit DomainCollectives(DomainCollectivesParts parts);
@@ -51,6 +55,9 @@ class DomainCollectives final : public CollectivesEngine, public Engine {
   Event broadcast(const TensorView& x, int root, const CollectiveOptions& options) override;
   Event all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts,
                    const CollectiveOptions& options) override;
+  Event send(const ConstTensorView& x, int peer, int tag,
+             const CollectiveOptions& options) override;
+  Event recv(const TensorView& x, int peer, int tag, const CollectiveOptions& options) override;
   Event move_rows(const ConstTensorView& /*x*/, const TensorView& /*out*/, RowTable table,
                   const CollectiveOptions& /*options*/) override {
     no_rows(table.adds);
@@ -122,6 +129,8 @@ class DomainCollectives final : public CollectivesEngine, public Engine {
   };
 
   [[noreturn]] void no_rows(bool adds) const;
+  Event transfer(bool sends, const TensorView& x, int peer, int tag,
+                 const CollectiveOptions& options);
   void check_usable(const char* call) const;
   /// How many steps; asked when all ranks have made the call.
   using Count = std::function<std::int64_t()>;
@@ -168,6 +177,7 @@ class DomainCollectives final : public CollectivesEngine, public Engine {
   mutable std::mutex state_;  // of what follows
   Event last_{};
   std::optional<Error> dead_{};
+  DomainTransfers transfers_;
 };
 
 }  // namespace ferry::cuda
