@@ -86,6 +86,29 @@ TEST(DomainTransfers, TagsMatchInTheOrderOfStreams) {
   });
 }
 
+// The thread may see the word of the second before that of the first.
+TEST(DomainTransfers, ThoseOfOneTagKeepTheOrderOfCalls) {
+  each([&](cuda::DomainCollectives& all) {
+    const int peer = all.rank() ^ 1;
+    Stream late, early, receives;
+    std::atomic<bool> go{false};
+    Numbers first = numbers(all.rank(), 0, 100), second = numbers(all.rank(), 1, 100), got(100);
+    (void)late.submit([&] {
+      while (!go) std::this_thread::yield();
+    });
+    const Event ends[] = {all.send(view(first), peer, 0, {.stream = &late}),
+                          all.send(view(second), peer, 0, {.stream = &early})};
+    early.synchronize();
+    std::this_thread::sleep_for(10ms);
+    go = true;
+    for (int i = 0; i < 2; ++i) {
+      all.recv(view(got), peer, 0, {.stream = &receives}).wait(20s);
+      EXPECT_EQ(got, numbers(peer, i, 100));
+    }
+    for (const Event& end : ends) end.wait(20s);
+  });
+}
+
 TEST(DomainTransfers, SizesThatDifferAreNamedOnBothSides) {
   each([&](cuda::DomainCollectives& all) {
     const int peer = all.rank() ^ 1;

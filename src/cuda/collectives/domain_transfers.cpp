@@ -68,7 +68,9 @@ Event DomainCollectives::transfer(bool sends, const TensorView& x, int peer, int
     return gpus.ends(*options.stream,
                      Event(std::make_shared<NamedEvent>(event, members(), rank())));
   }
-  if (options.stream != nullptr && is_registered(x.data)) record_stream(x.data, *options.stream);
+  if (options.stream != nullptr && x.bytes() > 0 && is_registered(x.data)) {
+    record_stream(x.data, *options.stream);
+  }
   std::optional<Error> refused;  // this call alone
   guard(name, [&] {
     try {
