@@ -148,6 +148,7 @@ class HostGpus final : public cuda::DomainGpus {
   void fail(const char* call, const Error& error) override {
     (void)ranks_->fail(call, error);
     failed_ = true;
+    stream_.submit([] {}).wait(20s);  // nothing reads the caller's memory any more
   }
 
  private:
