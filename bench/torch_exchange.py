@@ -58,6 +58,9 @@ def arguments() -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         help="symmetric memory beside NCCL; by default where PyTorch has it",
     )
+    parser.add_argument(
+        "--stages", action="store_true", help="on CPUs: where a combine from ordinary rows goes"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there too")
     args = parser.parse_args()
     for name, value in (GPUS if args.device == "cuda" else HOST).items():
@@ -115,6 +118,7 @@ class Case:
     name: str
     bytes: int
     call: Callable[[], object]
+    before: Callable[[], object] = lambda: None  # not timed
 
 
 class Exchange:
@@ -208,6 +212,13 @@ class Exchange:
         given = self.ordinary if rows is None else rows
         return self.group.combine(given, self.plan, out=self.out, **self.sms)
 
+    def write_rows(self) -> None:
+        """What a combine from an ordinary tensor writes to registered memory: others' rows."""
+        rank, to = self.group.rank, self.received.x
+        first = sum(self.recv[:rank])
+        for rows in (slice(0, first), slice(first + self.recv[rank], None)):
+            to[rows].copy_(self.ordinary[rows])
+
     def cases(self) -> list[Case]:
         """In the order in which they are measured."""
         group, plan, x, sms = self.group, self.plan, self.x, self.sms
@@ -221,6 +232,13 @@ class Exchange:
                 Case("ferry dispatch, full", rows, self.ferry_full),
                 Case("ferry combine", both, lambda: self.ferry_combine(self.received.x)),
                 Case("ferry combine, ordinary input", both, self.ferry_combine),
+            ]
+        if self.args.stages and self.with_ferry:
+            registered = cases[-2].call
+            others = rows - self.recv[group.rank] * row
+            cases += [
+                Case("ferry rows written", others, self.write_rows),
+                Case("ferry combine, written rows", both, registered, self.write_rows),
             ]
         cases.append(Case(f"{self.peers} all-to-all alone", rows, self.all_to_all))
         if self.symmetric:
@@ -236,6 +254,7 @@ def host_sample(case: Case) -> float:
     import torch.distributed as dist
 
     case.call()
+    case.before()
     dist.barrier()
     start = time.perf_counter()
     made = case.call()
