@@ -256,10 +256,33 @@ TEST(DeathWatch, EndsASleepThatBeginsAfterIt) {
     slept = 2;
   });
   EXPECT_TRUE(eventually([&] { return slept == 1; }));
-  const bool all = wake_sleepers();
+  wake_sleepers();
   told = true;
-  while (!all && slept < 2) (void)wake_sleepers();  // where it has to be called again
   EXPECT_TRUE(eventually([&] { return slept == 2; }));
+  sleeper.join();
+}
+
+/// The thread that wakes it must not take one of another process for it.
+TEST(DeathWatch, EndsSleepsOnAWordOnWhichAnotherProcessSleeps) {
+  const std::shared_ptr<void> block = ferry::test::shared_block(64);
+  auto* word = static_cast<std::uint64_t*>(block.get());
+  const ferry::test::Child other([&] {
+    for (;;) futex_wait(word, 0, 120'000'000'000);
+    return 0;
+  });
+  constexpr int kTimes = 20'000;
+  std::atomic<int> told{0}, heard{0};
+  std::thread sleeper([&] {
+    while (heard < kTimes) {
+      if (told == heard) futex_wait(word, 0, 120'000'000'000);
+      heard = told.load();
+    }
+  });
+  while (told < kTimes) {
+    ++told;
+    wake_sleepers();
+    while (heard < told) std::this_thread::yield();
+  }
   sleeper.join();
 }
 

@@ -24,7 +24,7 @@ class DeathWatch {
   static void tell() noexcept {
     // Release: who sees it finds what there is to see.
     count_.fetch_add(1, std::memory_order_release);
-    (void)wake_sleepers();
+    wake_sleepers();
   }
 
   ~DeathWatch();

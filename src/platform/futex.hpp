@@ -15,8 +15,8 @@ void futex_wait(const std::uint64_t* word, std::uint64_t seen, std::uint64_t nan
 void futex_wake(const std::uint64_t* word) noexcept;
 
 /// Wakes the threads of this process that sleep in futex_wait, on whatever word: each polls again.
-/// One that has polled and is about to sleep does not. False: one may have fallen asleep meanwhile,
-/// so call it again a little later. Of more than 64 that sleep, some are not woken so.
-bool wake_sleepers() noexcept;
+/// Linux: one that has polled and is about to sleep does not. (Before Linux 5.16: every sleep ends
+/// within 5 ms instead.) Windows: such a one misses it, so call it again a little later.
+void wake_sleepers() noexcept;
 
 }  // namespace ferry

@@ -20,10 +20,6 @@ namespace {
 
 constexpr int kStop = -1;
 
-/// A thread that was just about to sleep misses the wake: it is woken again, after so many
-/// milliseconds each. Its slice ends the sleep at the latest.
-constexpr std::array kWakeAgain = {1, 2, 4};
-
 bool watch(int epoll, int fd, std::uint32_t events, int name) noexcept {
   epoll_event event{};
   event.events = events;
@@ -97,22 +93,15 @@ void DeathWatch::remove(int process) noexcept {
 
 void DeathWatch::Parts::run() noexcept {
   std::array<epoll_event, 16> events{};
-  std::size_t again = kWakeAgain.size();
   for (;;) {
-    const int timeout = again < kWakeAgain.size() ? kWakeAgain[again] : -1;
-    const int got =
-        epoll_wait(epoll.get(), events.data(), static_cast<int>(events.size()), timeout);
+    const int got = epoll_wait(epoll.get(), events.data(), static_cast<int>(events.size()), -1);
     if (got < 0) continue;  // all signals are blocked; a debugger interrupts nevertheless
-    ++again;
-    if (got > 0) {
-      for (int i = 0; i < got; ++i) {
-        if (events[static_cast<std::size_t>(i)].data.fd == kStop) return;
-      }
-      // Release: who sees it finds the process dead.
-      count_.fetch_add(static_cast<std::uint64_t>(got), std::memory_order_release);
-      again = 0;
+    for (int i = 0; i < got; ++i) {
+      if (events[static_cast<std::size_t>(i)].data.fd == kStop) return;
     }
-    if (wake_sleepers()) again = kWakeAgain.size();
+    // Release: who sees it finds the process dead.
+    count_.fetch_add(static_cast<std::uint64_t>(got), std::memory_order_release);
+    wake_sleepers();
   }
 }
 

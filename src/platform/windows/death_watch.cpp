@@ -20,7 +20,7 @@ struct DeathWatch::Parts {
     // the latest.
     for (const DWORD again : {1, 2, 4}) {
       Sleep(again);
-      (void)wake_sleepers();
+      wake_sleepers();
     }
   }
 };

@@ -147,11 +147,10 @@ void futex_wake(const std::uint64_t* word) noexcept {
   Sleepers::all().wake([&](const Place& place) { return place.key.load() == key; });
 }
 
-bool wake_sleepers() noexcept {
+void wake_sleepers() noexcept {
   const auto self = static_cast<std::uint64_t>(process_id());
   Sleepers::all().wake(
       [&](const Place& place) { return place.owner.load() == self && place.key.load() != 0; });
-  return false;  // one that has polled and has no key yet
 }
 
 }  // namespace ferry
