@@ -329,6 +329,7 @@ class GroupWatch {
   bool may_be_under_way(const protocol::FailureBroadcast& left) const;
   void say_who_is_missing();
   int culprit() const;
+  Clock::duration longest_slice() const;
 
   Channel& channel_;
   Awaited awaited_;
@@ -336,6 +337,7 @@ class GroupWatch {
   Clock::time_point start_ = Clock::now();
   Clock::time_point last_poll_ = start_;
   std::uint64_t deaths_;  // told by the kernel when this last polled
+  int halvings_ = 0;      // of the slice, since a death that did not end this wait
   bool failed_ = false;
   WaitNotice long_wait_;
   std::optional<protocol::FailureBroadcast> broadcast_{};

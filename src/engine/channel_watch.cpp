@@ -14,6 +14,9 @@ using protocol::FailureBroadcast;
 using protocol::Status;
 
 constexpr auto kSlice = std::chrono::milliseconds(40);
+/// Whoever waits for the dead rank tells the others, and nobody wakes them for it: those that wait
+/// for a rank that is alive look after 0.6, 1.2, 2.5 ms, and so on.
+constexpr int kHalvingsAfterDeath = 6;
 /// A rank that waits checks its watch every time slice; one that has not for this long is stopped
 /// or busy elsewhere.
 constexpr std::chrono::nanoseconds kFreshBeat = std::chrono::milliseconds(500);
@@ -239,7 +242,12 @@ std::uint64_t GroupWatch::slice_ns() const {
   const auto left = channel_.config_.deadline - (Clock::now() - start_);
   if (left <= left.zero()) return std::chrono::nanoseconds(kGraceSlice).count();
   return static_cast<std::uint64_t>(
-      std::clamp<std::chrono::nanoseconds>(left, std::chrono::nanoseconds(1), kSlice).count());
+      std::clamp<std::chrono::nanoseconds>(left, std::chrono::nanoseconds(1), longest_slice())
+          .count());
+}
+
+GroupWatch::Clock::duration GroupWatch::longest_slice() const {
+  return Clock::duration(kSlice) / (1 << halvings_);
 }
 
 bool Channel::is_lost(int peer) const {
@@ -269,8 +277,10 @@ Status GroupWatch::check() {
   bool late = now - start_ >= channel_.config_.deadline;
   late = late && now - start_ >= channel_.config_.deadline + channel_.grace(awaited_);
   const std::uint64_t deaths = DeathWatch::count();
-  if (!late && now - last_poll_ < kSlice / 2 && deaths == deaths_) return status;
+  const bool death = deaths != deaths_;
+  if (!late && now - last_poll_ < longest_slice() / 2 && !death) return status;
   deaths_ = deaths;
+  halvings_ = death ? kHalvingsAfterDeath : std::max(0, halvings_ - 1);
   last_poll_ = now;
   return poll(late);
 }

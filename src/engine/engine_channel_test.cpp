@@ -8,6 +8,7 @@
 #include "fabric/domains/domain_fabric.hpp"
 #include "fabric/local/local.hpp"
 #include "fabric/sim/sim.hpp"
+#include "platform/death_watch.hpp"
 #include "platform/posix/test_stderr.hpp"
 
 namespace ferry::engine::test {
@@ -288,6 +289,30 @@ TEST(Channel, AcrossDomainsWhatARankSentBeforeItLeftIsAwaited) {
         channel.deliver(0, 0);
       },
       20s, 1);
+}
+
+// Ranks that wait for the dead one say so, and wake nobody.
+TEST(Channel, AWaitLooksOftenAfterADeathOfAnotherRank) {
+  with_seats(2, [&](Channel& channel, std::size_t) {
+    channel.swap("together", {});
+    if (channel.rank() == 1) return;
+    alignas(kLineBytes) std::byte flags[2 * kLineBytes] = {};
+    const Awaited nobody{{flags, kLineBytes, 2}, 0};
+    GroupWatch watch(channel, nobody, "test");
+    const auto settle = [&] {
+      for (int looks = 0; looks < 7; ++looks) {
+        std::this_thread::sleep_for(std::chrono::nanoseconds(watch.slice_ns()));
+        EXPECT_TRUE(watch.check().ok());
+      }
+      return watch.slice_ns();
+    };
+    const std::uint64_t usual = settle();
+    DeathWatch::tell();
+    EXPECT_EQ(watch.slice_ns(), 1u);
+    EXPECT_TRUE(watch.check().ok());
+    EXPECT_EQ(watch.slice_ns(), usual / 64);
+    EXPECT_EQ(settle(), usual);
+  });
 }
 
 TEST(Channel, ALongWaitSaysForWhom) {
