@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument(
         "--restarts", type=int, default=1, help="0: Ferry alone, torchrun would end"
     )
-    parser.add_argument("--port", type=int, default=21870, help="and the next three, for torchrun")
+    parser.add_argument("--port", type=int, default=21870, help="and the next, for torchrun")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
     beside = Path(sys.executable).parent

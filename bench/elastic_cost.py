@@ -6,6 +6,11 @@ A step of throughput mode in an elastic group: plan, dispatch, an expert that mu
 combine. Blocks of steps with a commit each and without take turns in one group, in changing order:
 both meet the same load of the machine and lie in the same memory. Prints the median over pairs
 of (time with) / (time without) - 1 and its 95 % interval, of the wall and the CPU time of rank 0.
+
+    ferry run -n 2 -- python bench/elastic_cost.py --decode [--pairs 200] [--steps 50] [--tokens 8]
+
+The same of latency mode, where an exchange with masks goes on without ranks that fail: dispatch
+and combine of such an exchange, and of one without masks.
 """
 
 from __future__ import annotations
@@ -45,31 +50,58 @@ class Steps:
         return time.perf_counter() - wall, time.process_time() - cpu
 
 
+class Decode:
+    def __init__(self, group: ferry.Group, tokens: int) -> None:
+        random = np.random.default_rng(group.rank)
+        shape = {"capacity": tokens, "hidden": HIDDEN, "topk": TOPK, "dtype": "f32"}
+        self.group = group
+        self.exchanges = [
+            ferry.LatencyExchange(group, **shape, masks=masks) for masks in (False, True)
+        ]
+        self.x = random.standard_normal((tokens, HIDDEN), np.float32)
+        self.routes = np.stack([random.permutation(EXPERTS)[:TOPK] for _ in range(tokens)])
+        self.weights = np.full((tokens, TOPK), 0.5, np.float32)
+
+    def block(self, steps: int, masks: bool) -> tuple[float, float]:
+        """Wall and CPU seconds."""
+        exchange = self.exchanges[masks]
+        self.group.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            got = exchange.dispatch(self.x, self.routes)
+            exchange.combine(got.x, got, self.weights, path="per_rank")
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--decode", action="store_true")
+    parser.add_argument("--steps", type=int, help="of a block (4; of --decode 50)")
+    parser.add_argument("--tokens", type=int, help="of a rank (1024; of --decode 8)")
     given = parser.parse_args()
-    group = ferry.Group(ferry.from_environment(), experts=EXPERTS, elastic="cost")
-    steps = Steps(group, given.tokens)
-    steps.block(given.steps, commits=True)
+    given.steps = given.steps or (50 if given.decode else 4)
+    given.tokens = given.tokens or (8 if given.decode else 1024)
+    elastic = "" if given.decode else "cost"
+    group = ferry.Group(ferry.from_environment(), experts=EXPERTS, elastic=elastic)
+    steps = (Decode if given.decode else Steps)(group, given.tokens)
+    steps.block(given.steps, True)
     pairs = []
     for number in job.shown(range(given.pairs), "pairs"):
         first = number % 2 == 0
-        times = {commits: steps.block(given.steps, commits) for commits in (first, not first)}
+        times = {costs: steps.block(given.steps, costs) for costs in (first, not first)}
         pairs.append((times[False], times[True]))
     group.barrier()
     if group.rank != 0:
         return
     for at, clock in enumerate(("wall", "CPU")):
         step = statistics.median(plain[at] for plain, _ in pairs) / given.steps
-        low, middle, high = median_of([
-            100 * (commits[at] / plain[at] - 1) for plain, commits in pairs
-        ])
+        low, middle, high = median_of([100 * (costs[at] / plain[at] - 1) for plain, costs in pairs])
+        more = median_of([1e6 * (costs[at] - plain[at]) / given.steps for plain, costs in pairs])
         print(
-            f"{clock}: a step {step * 1e3:.3f} ms, with commit {middle:+.2f} % "
-            f"({low:+.2f} to {high:+.2f}, {given.pairs} pairs)"
+            f"{clock}: a step {step * 1e3:.3f} ms, with {'masks' if given.decode else 'commit'} "
+            f"{middle:+.2f} % ({low:+.2f} to {high:+.2f}, {given.pairs} pairs); "
+            f"{more[1]:+.2f} us ({more[0]:+.2f} to {more[2]:+.2f})"
         )
 
 

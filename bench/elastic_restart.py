@@ -22,14 +22,11 @@ import train
 class Restarted(train.Trainer):
     def __init__(self, folder: Path, row_seconds: float, port: int) -> None:
         ranks, slots = int(os.environ["WORLD_SIZE"]), train.SLOTS
-        port += 2 * int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        port += int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         rank, secret = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RUN_ID"]
-        boot, sums = (
-            ferry.tcp(rank=rank, size=ranks, port=port + n, secret=secret) for n in range(2)
-        )
+        boot = ferry.tcp(rank=rank, size=ranks, port=port, secret=secret)
         self.row_seconds, self.pending = row_seconds, None
         self.group = ferry.Group(boot, experts=ranks * slots, deadline=60)
-        self.sums = ferry.Collectives(sums, deadline=60, memory_bytes=1 << 20)
         self.placement = ferry.ExpertPlacement(experts=train.EXPERTS, ranks=ranks, slots=slots)
         self.placement.balance(range(ranks))
         self.folder = folder
@@ -46,9 +43,7 @@ class Restarted(train.Trainer):
 
     def newest_of_all(self) -> int:
         written = [int(one.stem.split("_")[1]) for one in self.folder.glob(f"{self.group.rank}_*")]
-        steps = np.empty(self.group.size, np.int64)
-        self.sums.all_gather(np.array([max(written, default=0)]), steps)
-        return int(steps.min())
+        return int(self.all_gather(np.array([max(written, default=0)])).min())
 
     def save(self) -> None:
         whole = self.folder / f"new_{self.group.rank}.npz"
@@ -59,7 +54,7 @@ class Restarted(train.Trainer):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--port", type=int, required=True, help="and the next three")
+    parser.add_argument("--port", type=int, required=True, help="and the next")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--row-seconds", type=float, required=True)
     parser.add_argument("--kill", required=True, metavar="RANK:STEP")

@@ -28,12 +28,10 @@ class Trainer:
     def __init__(self, deadline: float, row_seconds: float = 0.0) -> None:
         self.row_seconds = row_seconds  # that a GPU would compute on each row
         self.boot = ferry.from_environment(deadline=deadline)
-        self.deadline = deadline
         self.group = ferry.Group(
             self.boot, experts=self.boot.size * SLOTS, deadline=deadline, elastic="experts"
         )
         self.placement = ferry.ExpertPlacement(experts=EXPERTS, ranks=self.boot.size, slots=SLOTS)
-        self.sums: ferry.Collectives | None = None
         self.step = 0  # that the weights are of
         self.weights: dict[int, np.ndarray] = {}
         self.pending: np.ndarray | None = None
@@ -43,18 +41,6 @@ class Trainer:
     def settle(self, view: ferry.GroupView) -> None:
         """At the beginning and after a change: the newest weights that all have put, of the experts
         that this rank now has."""
-        # Collectives have no regroup: those of each epoch meet at a port of their own.
-        self.sums = ferry.Collectives(
-            ferry.tcp(
-                rank=view.ranks.index(self.group.rank),
-                size=len(view.ranks),
-                port=int(os.environ["FERRY_PORT"]) + view.epoch,
-                secret=os.environ["FERRY_SECRET"],
-                deadline=self.deadline,
-            ),
-            deadline=self.deadline,
-            memory_bytes=1 << 20,
-        )
         self.placement = ferry.ExpertPlacement(experts=EXPERTS, ranks=self.group.size, slots=SLOTS)
         self.placement.balance(view.ranks)
         mine = sorted(set(self.placement.held_by(self.group.rank)) - {-1})
@@ -76,7 +62,9 @@ class Trainer:
         random = np.random.default_rng(step)
         x = random.normal(size=(TOKENS, HIDDEN)).astype(np.float32)
         routes = random.integers(0, EXPERTS, (TOKENS, 1))
-        share = np.array_split(np.arange(TOKENS), len(view.ranks))[self.sums.rank]
+        share = np.array_split(np.arange(TOKENS), len(view.ranks))[
+            view.ranks.index(self.group.rank)
+        ]
         x, routes = x[share], routes[share]
         plan = self.group.plan(self.placement.places(routes, self.group.rank))
         got = self.group.dispatch(x, plan)
@@ -94,11 +82,17 @@ class Trainer:
         for expert in set(experts.tolist()):
             sums[expert * HIDDEN : (expert + 1) * HIDDEN] = slopes[experts == expert].sum(axis=0)
         sums[-1] = (error.astype(np.float64) ** 2).sum() / TOKENS
-        of_all = np.empty((len(view.ranks), sums.size))
-        self.sums.all_gather(sums.view(np.int64), of_all.view(np.int64))  # as bits
-        sums = of_all.sum(axis=0)  # in f64, so all copies of an expert take the same step
+        sums = self.all_gather(sums).sum(axis=0)  # in f64: all copies take the same step
         self.pending = sums[:-1].reshape(EXPERTS, HIDDEN)
         return float(sums[-1])
+
+    def all_gather(self, mine: np.ndarray) -> np.ndarray:
+        """A row of each rank, of 64-bit numbers. By the group, which goes on without ranks that
+        die: Collectives would have to be made anew, a rendezvous of all ranks."""
+        everybody = np.array([[rank * SLOTS for rank in self.group.view().ranks]])
+        row = np.pad(mine, (0, mine.size % 2)).view(np.float32)  # carried as bits, 16 bytes each
+        got = self.group.dispatch(row[np.newaxis], self.group.plan(everybody))
+        return got.x.view(mine.dtype)[:, : mine.size]
 
     def apply(self) -> None:
         for expert, weight in self.weights.items():
