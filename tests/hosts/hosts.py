@@ -237,6 +237,18 @@ class Hosts:
         """Pulls a cable of a host ("down") or plugs it in again ("up")."""
         ip("-n", self.switch, "link", "set", f"port{host}-{nic}", state)
 
+    def part(self, hosts: Sequence[int]) -> None:
+        """Plugs the cables of these hosts into a switch of their own."""
+        ip("-n", self.switch, "link", "add", "apart", "type", "bridge")
+        ip("-n", self.switch, "link", "set", "apart", "up")
+        for host in hosts:
+            ip("-n", self.switch, "link", "set", f"port{host}-0", "master", "apart")
+
+    def heal(self) -> None:
+        """Plugs all cables into one switch again."""
+        for host in range(len(self.names)):
+            ip("-n", self.switch, "link", "set", f"port{host}-0", "master", "br0")
+
     def sent_bytes(self, host: int, nic: int) -> int:
         """What an interface has sent, headers included."""
         told = json.loads(ip("-n", self.names[host], "-s", "-j", "link", "show", f"eth{nic}"))
