@@ -67,6 +67,7 @@ struct RunArguments {
   JobOptions job{};
   double grace_s = 5.0;
   bool no_prefix = false;
+  std::string hosts{};
   std::string elastic{};
 };
 
@@ -109,6 +110,21 @@ void check_only(JobOptions& job) {
     throw CLI::ValidationError(
         fmt::format("--only {}: expected different ranks of 0 ... {}, at least {} (LEAST)",
                     fmt::join(job.only, ","), job.ranks - 1, job.least));
+  }
+}
+
+/// "a,b,c": not by the parser's delimiter, which drops what is empty.
+void set_hosts(RunArguments& given) {
+  std::string_view left = given.hosts;
+  for (std::size_t comma = 0; comma != std::string_view::npos;) {
+    comma = left.find(',');
+    given.job.hosts.emplace_back(left.substr(0, comma));
+    if (given.job.hosts.back().empty()) {
+      throw CLI::ValidationError(fmt::format(
+          "--hosts: got \"{}\"; expected the addresses of all hosts, with one comma between two",
+          given.hosts));
+    }
+    left.remove_prefix(std::min(comma, left.size() - 1) + 1);
   }
 }
 
@@ -195,10 +211,9 @@ void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
       ->type_name("N")
       ->check(whole_number(1, kMostRunRanks).description("1 ... 1024"));
   run_app
-      ->add_option("--hosts", given->job.hosts,
+      ->add_option("--hosts", given->hosts,
                    "Addresses of all hosts, each of which runs this command; -n is then for each")
-      ->type_name("A,B,...")
-      ->delimiter(',');
+      ->type_name("A,B,...");
   add_elastic(*run_app, *given);
   run_app->add_flag("--keep-going", given->job.keep_going,
                     "Let the other ranks go on when one fails");
@@ -220,6 +235,7 @@ void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
       ->type_name("PORT")
       ->check(whole_number(1, 65535).description("1 ... 65535"));
   run_app->callback([given, &line, run_app, &exit_code] {
+    if (run_app->count("--hosts") > 0) set_hosts(*given);
     if (run_app->count("--elastic") > 0) {
       set_elastic(*given);
     } else if (given->job.restarts > 0 || given->job.joins || !given->job.only.empty()) {

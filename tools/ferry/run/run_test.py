@@ -126,6 +126,10 @@ class CommandLine(unittest.TestCase):
                 "--port: got 65535 beside --elastic; expected 1 ... 65534",
             ),
             (
+                ["-n", "2", "--hosts", ",,", "--port", "9", "--", "true"],
+                '--hosts: got ",,"',
+            ),
+            (
                 ["-n", "2", "--hosts", "a,b", "--port", "65535", "--", "true"],
                 "--port: got 65535 beside --hosts",
             ),
