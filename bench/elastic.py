@@ -4,6 +4,8 @@ the others would lose nothing when a process dies.
 
     python bench/elastic.py            writes bench/results/8ranks_elastic.json
     python bench/elastic.py --ranks 20 --restarts 0 --out FILE      nobody takes the place
+    python bench/elastic.py --pairs 10 --steps 120 --kill 20       prints alone: the same steps from
+        2 s after a process took the place on, beside a training in which nobody dies, in turns
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from observe_cost import median_of
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "bench" / "results" / "8ranks_elastic.json"
@@ -74,6 +78,24 @@ def restarted(given: argparse.Namespace, train: list[str]) -> dict[str, object]:
         return run([torchrun, *launch, program, folder, *every, *train], given.kill)
 
 
+def pairs(given: argparse.Namespace, elastic: list[str], train: list[str]) -> None:
+    """Steps of the same number have the same rows: what is left is the machine, and a cost."""
+    ratios = []
+    for number in range(given.pairs):
+        seconds = {}
+        for dies in (number % 2 == 0, number % 2 == 1):
+            steps = run([*elastic, *train, *(given.death if dies else [])], given.kill)["steps"]
+            seconds[dies] = {step: (at, ranks) for at, step, ranks in steps}
+        after = {step: at for step, (at, _) in seconds[True].items() if step > given.kill}
+        whole = min(at for step, at in after.items() if seconds[True][step][1] == given.ranks)
+        first, last = min(step for step, at in after.items() if at >= whole + 2), given.steps
+        times = {dies: made[last][0] - made[first][0] for dies, made in seconds.items()}
+        ratios.append(times[False] / times[True])
+        print(f"steps {first} to {last}: {ratios[-1]:.2%} of an undisturbed training", flush=True)
+    low, middle, high = median_of(ratios)
+    print(f"median of {len(ratios)} pairs {middle:.2%} ({low:.2%} to {high:.2%})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=8)
@@ -86,25 +108,27 @@ def main() -> None:
     )
     parser.add_argument("--port", type=int, default=21870, help="and the next, for torchrun")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--pairs", type=int, default=0)
     given = parser.parse_args()
     beside = Path(sys.executable).parent
-    train = [
-        *("--steps", str(given.steps), "--row-seconds", str(given.row_seconds)),
-        *("--kill", f"3:{given.kill}"),
-    ]
+    train = ["--steps", str(given.steps), "--row-seconds", str(given.row_seconds)]
+    given.death = ["--kill", f"3:{given.kill}"]
     elastic = [
+        str(beside / "ferry"),
+        "run",
         "--elastic",
         f"{given.ranks // 2}:{given.ranks}",
         "--restarts",
         f"{given.restarts}",
         "--",
+        sys.executable,
+        str(ROOT / "examples" / "elastic_training" / "train.py"),
     ]
-    program = str(ROOT / "examples" / "elastic_training" / "train.py")
-    runs = {
-        "ferry": run(
-            [str(beside / "ferry"), "run", *elastic, sys.executable, program, *train], given.kill
-        )
-    }
+    if given.pairs > 0:
+        pairs(given, elastic, train)
+        return
+    train += given.death
+    runs = {"ferry": run([*elastic, *train], given.kill)}
     if given.restarts > 0:
         runs["torchrun"] = restarted(given, train)
     first: dict[int, float] = {}
@@ -115,7 +139,11 @@ def main() -> None:
         for step in first.keys() & losses.keys():  # all train the same
             if abs(first[step] - losses[step]) > 1e-12 * abs(first[step]):
                 raise SystemExit(f"step {step}: losses {first[step]} and {losses[step]}")
-    how = {name: value for name, value in vars(given).items() if name not in ("out", "port")}
+    how = {
+        name: value
+        for name, value in vars(given).items()
+        if name not in ("out", "port", "pairs", "death")
+    }
     about = {"date": f"{datetime.date.today()}", "cores": len(os.sched_getaffinity(0)), **how}
     about["tokens"] = 256  # of a step, in examples/elastic_training/train.py
     given.out.write_text(json.dumps(about | {"runs": runs}) + "\n", encoding="utf-8")
