@@ -292,7 +292,7 @@ TEST(Channel, AcrossDomainsWhatARankSentBeforeItLeftIsAwaited) {
 }
 
 // Ranks that wait for the dead one say so, and wake nobody.
-TEST(Channel, AWaitLooksOftenAfterADeathOfAnotherRank) {
+TEST(Channel, AWaitPollsOftenAfterADeathOfAnotherRank) {
   with_seats(2, [&](Channel& channel, std::size_t) {
     channel.swap("together", {});
     if (channel.rank() == 1) return;
@@ -300,7 +300,7 @@ TEST(Channel, AWaitLooksOftenAfterADeathOfAnotherRank) {
     const Awaited nobody{{flags, kLineBytes, 2}, 0};
     GroupWatch watch(channel, nobody, "test");
     const auto settle = [&] {
-      for (int looks = 0; looks < 7; ++looks) {
+      for (int polls = 0; polls < 7; ++polls) {
         std::this_thread::sleep_for(std::chrono::nanoseconds(watch.slice_ns()));
         EXPECT_TRUE(watch.check().ok());
       }
