@@ -22,7 +22,10 @@ exclude_patterns = ["_build", "_doxygen"]
 html_theme = "furo"
 html_title = f"Ferry {release}"
 html_show_copyright = False
+html_static_path = ["style"]
+html_css_files = ["pages.css"]
 
+highlight_language = "none"  # of blocks that name none: output, folders
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "force"  # notebooks are stored without outputs: the build runs them
@@ -92,4 +95,18 @@ def fill_in_the_api(_app, page, source):
 
 
 def setup(app):
+    """napoleon takes what is before the first colon of an attribute's text for its type: texts of
+    attributes pass by it, for it runs at priority 500."""
+    texts = {}
+
+    def keep(_app, what, name, _object, _options, lines):
+        if what in ("attribute", "property"):
+            texts[name] = list(lines)
+
+    def give_back(_app, what, name, _object, _options, lines):
+        if what in ("attribute", "property"):
+            lines[:] = texts.pop(name)
+
     app.connect("source-read", fill_in_the_api)
+    app.connect("autodoc-process-docstring", keep, priority=400)
+    app.connect("autodoc-process-docstring", give_back, priority=600)
