@@ -103,6 +103,7 @@ wheels:
 	@bash -c '. tools/setup/probe.sh && exec "$$(find_python)" tools/wheels/make.py'
 
 deb:
+	@tools/setup/install.sh deb
 	@tools/debian/make.sh
 
 demo: package

@@ -5,6 +5,7 @@
 #   tools/setup/install.sh test    what `make test` needs (demo, and all that tests use)
 #   tools/setup/install.sh docs    what `make docs` needs
 #   tools/setup/install.sh windows what `make test STAGES=windows` needs besides
+#   tools/setup/install.sh deb     what `make deb` needs
 #
 # It looks for the things themselves (commands, headers), not for packages, so it is quick when
 # all is there and works on any distribution. What is missing is installed with apt when we are
@@ -17,9 +18,9 @@ source "$here/probe.sh"
 
 profile=${1:-demo}
 case $profile in
-  demo | test | docs | windows) ;;
+  demo | test | docs | windows | deb) ;;
   *)
-    echo "install.sh: unknown profile '$profile'; expected demo, test, docs or windows" >&2
+    echo "install.sh: unknown profile '$profile'; expected demo, test, docs, windows or deb" >&2
     exit 2
     ;;
 esac

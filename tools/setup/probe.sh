@@ -110,6 +110,12 @@ collect_missing() {
     need "Windows cross compiler" "g++-mingw-w64-x86-64-posix" have x86_64-w64-mingw32-g++-posix
     need "wine" "wine64" have_wine
   fi
+  if [[ $1 == deb ]]; then # Build-Depends of tools/debian/control, besides the above
+    need "debhelper" "debhelper" have dh
+    need "help2man" "help2man" have help2man
+    need "pkg-config" "pkgconf" have pkg-config
+    need "libfabric headers" "libfabric-dev" have_header rdma/fabric.h
+  fi
   if [[ $1 == docs || $1 == test ]]; then
     need "Doxygen" "doxygen" have doxygen
   fi
