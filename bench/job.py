@@ -60,6 +60,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 def launch(ranks: int, **variables: str) -> int:
     """Runs this program once for each rank; returns the first exit code that is not 0."""
+    say_progress(f"{Path(sys.argv[0]).stem}: {ranks} ranks start", at_once=True)
     env = environment(WORLD_SIZE=str(ranks), **variables)
     command = [sys.executable, *sys.argv]
     processes = [
@@ -84,22 +85,28 @@ def run_exchange(args: argparse.Namespace, run_rank: Callable[[argparse.Namespac
     return 0
 
 
+said_last = time.monotonic()  # by `say_progress`
+
+
+def say_progress(words: str, at_once: bool = False) -> None:
+    """On stderr: on a terminal in place, until more is said; in a pipe a line each two seconds."""
+    global said_last
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{words}", end="", file=sys.stderr, flush=True)
+    elif words and (at_once or time.monotonic() - said_last >= 2):
+        said_last = time.monotonic()
+        print(words, file=sys.stderr, flush=True)
+
+
 def shown(steps: Collection[T], words: str) -> Iterator[T]:
-    """The steps. Rank 0 says on stderr how far they are: on a terminal in place, in a pipe by a
-    line each two seconds."""
-    if os.environ.get("RANK", "0") != "0":
-        yield from steps
-        return
-    terminal, last = sys.stderr.isatty(), time.monotonic()
+    """The steps. Rank 0 says how far they are."""
+    says = os.environ.get("RANK", "0") == "0"
     for at, step in enumerate(steps):
-        if terminal:
-            print(f"\r\x1b[K{words}: {at} of {len(steps)}", end="", file=sys.stderr, flush=True)
-        elif time.monotonic() - last >= 2:
-            last = time.monotonic()
-            print(f"{words}: {at} of {len(steps)}", file=sys.stderr, flush=True)
+        if says:
+            say_progress(f"{words}: {at} of {len(steps)}")
         yield step
-    if terminal:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    if says:
+        say_progress("")
 
 
 def percentile(values: list[float], share: float) -> float:
