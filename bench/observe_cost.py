@@ -1,6 +1,6 @@
 """What watching a group costs: CPU time of a decode round, in pairs.
 
-    observe_cost.py [--base PYTHON] [--pairs 100] [--rounds 100]
+    observe_cost.py [--base PYTHON] [--pairs 400] [--rounds 30]
 
 A round is a latency dispatch and combine of 16 tokens of 4096 channels, top-4 of 8 experts, on one
 rank: no round holds a wait, so it is as short as it gets, and the shares as large. Both sides of
@@ -8,6 +8,14 @@ a pair take turns in one process, or with `--base` in two, so that both meet the
 `--base`: the interpreter of an environment with another Ferry, such as one without metrics.
 Prints for each way to watch the median over pairs of (CPU time with) / (CPU time without) - 1,
 where it lies with 95 % confidence, and the same of the blocks that the machine disturbed least.
+A bar is met when all of that interval is below it, missed when all of it is above; between the
+two more pairs are needed: with 4 times as many the interval is half as wide.
+
+nothing           the same twice: what pairs can tell
+ranges            calls as they are, against calls that look for no profiler
+log               FERRY_LOG=info
+trace             a trace that runs
+against the base  metrics, where that Ferry has none
 """
 
 from __future__ import annotations
@@ -34,6 +42,8 @@ def run():
         sent = latency.dispatch(x, routes)
         latency.combine(sent.x, sent, weights)
         del sent
+kind = type(latency)
+ranged = kind.dispatch, kind.combine
 run()
 for line in sys.stdin:
     how = line.strip()
@@ -41,6 +51,8 @@ for line in sys.stdin:
         group._raw.start_trace(1 << 16)
     elif how == "log":
         ferry.set_log("info")
+    elif how == "without ranges":
+        kind.dispatch, kind.combine = (call.__wrapped__ for call in ranged)
     begin = time.process_time()
     run()
     print((time.process_time() - begin) / rounds * 1e6, flush=True)
@@ -48,7 +60,20 @@ for line in sys.stdin:
         group._raw.take_trace()
     elif how == "log":
         ferry.set_log("off")
+    elif how == "without ranges":
+        kind.dispatch, kind.combine = ranged
 """
+
+#: Ways to watch, the two sides of a pair: without, with.
+WAYS = {
+    "nothing": ("", ""),
+    "ranges": ("without ranges", ""),
+    "log": ("", "log"),
+    "trace": ("", "trace"),
+    "against the base": ("", ""),
+}
+#: At most so many percent.
+BARS = {"ranges": 0.1, "trace": 3.0, "against the base": 0.5}
 
 
 class Rank:
@@ -77,20 +102,21 @@ class Rank:
 
 
 def measure(
-    python: str, base: str, how: str, options: argparse.Namespace
+    python: str, base: str, name: str, options: argparse.Namespace
 ) -> list[tuple[float, float]]:
     """(without, with). Processes are started anew now and then: each has a pace of its own."""
     pairs = []
-    for _ in job.shown(range(options.processes), how or "nothing"):
+    plain_way, watched_way = WAYS[name]
+    for _ in job.shown(range(options.processes), name):
         way = Rank(python, options.rounds)
         without = way if base == python else Rank(base, options.rounds)
         for number in range(options.pairs // options.processes):
             if number % 2 == 0:
-                plain = without.round_us("")
-                pairs.append((plain, way.round_us(how)))
+                plain = without.round_us(plain_way)
+                pairs.append((plain, way.round_us(watched_way)))
             else:
-                watched = way.round_us(how)
-                pairs.append((without.round_us(""), watched))
+                watched = way.round_us(watched_way)
+                pairs.append((without.round_us(plain_way), watched))
         without.end()
         if way is not without:
             way.end()
@@ -109,6 +135,15 @@ def median_of(values: list[float]) -> tuple[float, float, float]:
     )
 
 
+def judged(name: str, low: float, high: float) -> str:
+    """Whether the bar is met, of the interval in percent."""
+    if name not in BARS:
+        return ""
+    bar = BARS[name]
+    verdict = "met" if high <= bar else "missed" if low > bar else "open, more pairs would tell"
+    return f"; at most {bar} %: {verdict}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--base", help="an interpreter with another Ferry")
@@ -117,18 +152,19 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=10)
     options = parser.parse_args()
     here = sys.executable
-    ways = {"nothing": (here, ""), "log": (here, "log"), "trace": (here, "trace")}
-    if options.base:
-        ways["against the base"] = (options.base, "")
-    for name, (base, how) in ways.items():
-        pairs = measure(here, base, how, options)
+    for name in WAYS:
+        if name == "against the base" and not options.base:
+            continue
+        base = options.base if name == "against the base" else here
+        pairs = measure(here, base, name, options)
         shares = [100 * (watched / plain - 1) for plain, watched in pairs]
         low, middle, high = median_of(shares)
         plain, watched = (statistics.quantiles(side, n=10)[0] for side in zip(*pairs))
         print(
             f"{name:16} {statistics.median(plain for plain, _ in pairs):6.1f} us a round, "
             f"{middle:+.2f} % ({low:+.2f} to {high:+.2f}, {len(pairs)} pairs); "
-            f"quietest tenth {plain:.1f} us, {100 * (watched / plain - 1):+.2f} %",
+            f"quietest tenth {plain:.1f} us, {100 * (watched / plain - 1):+.2f} %"
+            f"{judged(name, low, high)}",
             flush=True,
         )
 

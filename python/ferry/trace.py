@@ -39,7 +39,7 @@ def ranged(name: str, **names: str) -> Callable[[Callable[P, T]], Callable[P, T]
 
         @functools.wraps(function)
         def call(*args: P.args, **keywords: P.kwargs) -> T:
-            if names:
+            if keywords and names:
                 take_new_names(called, names, keywords)
             profiler: Any = sys.modules.get("torch.autograd.profiler")
             if profiler is not None and profiler._is_profiler_enabled:
