@@ -12,8 +12,10 @@ from __future__ import annotations
 import platform
 import re
 import shutil
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
 from check_wheels import DIST, MACHINE, ROOT, make_root, run, run_inside
 
 CONSUMER = ROOT / "tests" / "install" / "consumer"
