@@ -135,7 +135,7 @@ TEST(DomainTransfers, SizesThatDifferAreNamedOnBothSides) {
 
 // Inside a domain and to another one: the error counts the ranks of all.
 TEST(DomainTransfers, ARankThatStaysAwayIsNamed) {
-  for (const int away : {2, 1}) {
+  for (const auto& [away, streamed] : {std::pair{2, true}, {1, true}, {2, false}, {1, false}}) {
     const auto bootstraps = thread_bootstrap(4);
     on_ranks(4, [&](int r) {
       const auto all = make(*bootstraps[index(r)], kShape, 1s);
@@ -144,8 +144,8 @@ TEST(DomainTransfers, ARankThatStaysAwayIsNamed) {
         Stream stream;
         Numbers x(250);
         const auto error = error_of([&] {
-          (away == 2 ? all->send(view(x), away, 5, {.stream = &stream})
-                     : all->recv(view(x), away, 5, {.stream = &stream}))
+          const CollectiveOptions options{.stream = streamed ? &stream : nullptr};
+          (away == 2 ? all->send(view(x), away, 5, options) : all->recv(view(x), away, 5, options))
               .wait(20s);
         });
         ASSERT_TRUE(error.has_value());

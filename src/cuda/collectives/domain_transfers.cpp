@@ -304,8 +304,8 @@ void DomainTransfers::lose(CrossingTransfer& one, const Error& error) {
     if (!other->ready()) other->release();
   }
   const auto dead = owner_.dead();  // what failed before knows whom to blame
-  const Error told = dead ? Error(*dead) : owner_.fail(one.call(), error);
-  one.error = KeptError::of(told.peer() == error.peer() ? error : told);
+  const bool same = dead && same_reason(*dead, error);
+  one.error = KeptError::of(!dead ? owner_.fail(one.call(), error) : same ? error : *dead);
 }
 
 /// What no stream has come to: its memory is never given back.

@@ -191,7 +191,7 @@ Error DomainCollectives::fail_all(const char* call, const Error& error) {
     const std::scoped_lock lock(state_);
     if (!dead_) dead_ = told;
   }
-  return told;
+  return same_reason(told, error) ? error : told;  // which says more of the call
 }
 
 void DomainCollectives::among(const std::vector<int>& ranks,

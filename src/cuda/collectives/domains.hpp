@@ -41,6 +41,9 @@ struct DomainCollectivesParts {
 
 /// An error of ranks that are counted from 0 as the group, in which they are `ranks`, counts them.
 Error told_of(const Error& error, const std::vector<int>& ranks, int self);
+inline bool same_reason(const Error& one, const Error& other) {
+  return one.kind() == other.kind() && one.peer() == other.peer();
+}
 
 class DomainCollectives final : public CollectivesEngine, public Engine {
  public:
