@@ -19,7 +19,7 @@ GPUs it is `--chain` exchanges between two CUDA events, divided, after an all-re
 
 Then the moves: every rank fetches `--slots` experts of the next one, and gradients (f32) of as many
 copies are added up, beside a copy and an addition of as many bytes between two buffers of a rank's
-own, all ranks at once, until the last one is done; of the best samples. `--experts-kib` is the size
+own, all ranks at once, until the last one is done; medians. `--experts-kib` is the size
 of an expert. All are in registered memory, which is shared on CPUs.
 
 A rank that takes longer than `--limit` seconds in all says where it is, and ends.
@@ -366,7 +366,7 @@ def measure_moves(rank: Rank) -> dict[str, Any]:
         if not (slots[slot] == expert // rank.local).all():
             raise SystemExit(f"rank {rank.rank}: slot {slot} holds another expert")
     slots.zero_()  # what is added
-    took = rank.times(calls, 1, min)
+    took = rank.times(calls, 1)
     bytes_ = size * args.slots * width * 4
     return {"bytes": bytes_, "gbps": {name: bytes_ / us * 1e-3 for name, us in took.items()}}
 

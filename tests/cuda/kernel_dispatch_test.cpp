@@ -187,8 +187,8 @@ void expect(const char* what, const Failure& got, Reason reason, Stage stage, in
        std::to_string(detail));
 }
 
-/// Rank 1 is not launched: the others name it, and their later calls return at once. The deadline is
-/// one for launches beside other programs on the same GPUs.
+/// Rank 1 is not launched: the others name it, and their later calls return at once. The deadline
+/// is one for launches beside other programs on the same GPUs.
 void test_missing_rank(bool plan_too, bool abort) {
   const World world = make_world(small_case(3), 7);
   KernelGroup group({3, std::size_t{8} << 20, body_bytes(3), 500'000'000});
