@@ -134,19 +134,19 @@ __device__ __forceinline__ std::uint64_t head_word(const GroupView& group, int p
 }
 
 /// Sixteen lanes: wait for `peer`'s head, of which each gets its word. `beside`: as await_words.
-/// `hole`: whether it is one, of which each gets 0 at once; null: it is known to be none. False, in
-/// all of them: the group has failed.
+/// `or_hole`: it may be one, of which each gets 0 at once. False, in all of them: the group has
+/// failed.
 __device__ __forceinline__ bool await_head(const GroupView& group, int peer,
                                            std::uint64_t generation, Stage stage,
                                            std::uint64_t& value, bool beside = false,
-                                           bool* hole = nullptr) {
+                                           bool or_hole = false) {
   const int word = static_cast<int>(threadIdx.x % kHeadLanes);
   const std::byte* at = posted_word(group, peer, generation, word);
   TaggedPair pair{};
   bool none = false;
   const auto poll = [&] {
     TagCheck check;
-    if (hole != nullptr) none = is_hole(group, peer);
+    if (or_hole) none = is_hole(group, peer);
     pair = load_pair(at);
     if (!none) check.check_head(pair, generation);
     return check;
@@ -154,7 +154,6 @@ __device__ __forceinline__ bool await_head(const GroupView& group, int peer,
   const bool there =
       word >= kHeadWords || await_words(group, generation, stage, peer, poll, beside);
   value = none ? 0 : data_of(pair);
-  if (hole != nullptr) *hole = none;
   return __all_sync(0xffffu << (threadIdx.x & 16), there) != 0;
 }
 
@@ -230,11 +229,10 @@ __device__ inline bool await_entry(const GroupView& group, std::uint64_t generat
        peer += static_cast<int>(blockDim.x / kHeadLanes)) {
     const std::int64_t rows = needed != nullptr ? needed[peer] : INT64_MIN;
     std::uint64_t word;
-    bool hole;
-    there = await_head(group, peer, generation, stage, word, false, &hole);
-    const std::uint32_t what = there && !hole ? complaint(word, call, rows) : kNoComplaint;
+    there = await_head(group, peer, generation, stage, word, false, true);
+    const std::uint32_t what = there ? complaint(word, call, rows) : kNoComplaint;
     const std::uint32_t mine = what << 16 | static_cast<std::uint32_t>(peer);
-    if (what != kNoComplaint && mine < found) found = mine;
+    if (what != kNoComplaint && mine < found && !is_hole(group, peer)) found = mine;
     if (there) poll(peer, word);
   }
   if (__syncthreads_and(there) == 0) return false;
