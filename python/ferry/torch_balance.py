@@ -185,20 +185,19 @@ class Copies:
         self._agreed = True
 
     def _plan(self, parameters: dict[str, Tensor], said: list[str], topk_idx: Tensor) -> None:
-        changed = self._changed(parameters)
         balancer, size = self.balancer, self.ranks.size
         counts = balancer.counts(topk_idx)
         message = counts.new_empty(balancer.experts + 2)
         message[:-2] = counts
-        message[-2] = changed
+        message[-2] = self._changed(parameters)  # said once, so nothing may be refused before
         message[-1] = zlib.crc32("\n".join(said).encode()) >> 1
         every = message.new_empty(size, len(message))
         self.ranks.all_gather(message, every)
         every = every.cpu()
-        if (every[:, -1] != every[0, -1]).any():
-            self._refuse_parameters(said)
         for rank in every[:, -2].nonzero().flatten().tolist():
             balancer.invalidate(rank)
+        if (every[:, -1] != every[0, -1]).any():
+            self._refuse_parameters(said)
         balancer.plan(every[:, :-2].contiguous(), again=_is_again())
 
     def _changed(self, parameters: dict[str, Tensor]) -> bool:

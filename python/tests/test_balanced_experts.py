@@ -265,6 +265,29 @@ def test_copies_are_fetched_only_when_their_experts_have_changed() -> None:
     run_threads(bodies.RANKS, one)
 
 
+@pytest.mark.parametrize("why", ["routes", "mismatch"])
+def test_a_refused_batch_does_not_hide_that_experts_have_changed(why: str) -> None:
+    bootstraps = ferry.threads(bodies.RANKS)
+
+    def one(rank: int) -> None:
+        pair = bodies.Pair(bootstraps[rank])
+        scale = pair.balanced.experts.scale
+        x = torch.ones(bodies.TOKENS, bodies.HIDDEN)
+        ids, weights = bodies.routes(rank, 0, 0.5), torch.ones(bodies.TOKENS, bodies.TOPK)
+        pair.balanced(x, ids, weights)
+        with torch.no_grad():
+            for layer in (pair.plain, pair.balanced):
+                layer.experts.scale += 1
+        scale.requires_grad_(why != "mismatch" or rank != 1)
+        with pytest.raises((ferry.InvalidArgumentError, ferry.MismatchError)):
+            pair.balanced(x, ids + bodies.EXPERTS * (why == "routes"), weights)
+        scale.requires_grad_()
+        assert torch.equal(pair.balanced(x, ids, weights), pair.plain(x, ids, weights))
+        pair.close()
+
+    run_threads(bodies.RANKS, one)
+
+
 def _rank(rank: int, port: int, victim: int, calls: int, during: bool, words: Any) -> None:
     torch.set_num_threads(1)
     boot = ferry.tcp(rank=rank, size=bodies.RANKS, port=port, secret="of a test", deadline=30)
