@@ -53,6 +53,7 @@ class GpuCopies(Copies):
         computed again and is forgotten, and more rows than a rank may have."""
         instance("ExpertParallel: topk_idx", topk_idx, Tensor, "a tensor")
         self._agree(topk_idx)
+        self._end_forward()
         parameters = self._parameters(experts)
         said = tuple(_said(name, tensor) for name, tensor in parameters.items())
         if said not in self._same:  # later batches are not compared: that would wait

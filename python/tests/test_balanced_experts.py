@@ -288,6 +288,34 @@ def test_a_refused_batch_does_not_hide_that_experts_have_changed(why: str) -> No
     run_threads(bodies.RANKS, one)
 
 
+def test_experts_that_raise_on_some_ranks_before_copies_arrive() -> None:
+    """All ranks give the batch up, and plan the next ones alike."""
+    bootstraps = ferry.threads(bodies.RANKS)
+
+    def one(rank: int) -> None:
+        pair = bodies.Pair(bootstraps[rank])
+        layer, weights = pair.balanced, torch.ones(bodies.TOKENS, bodies.TOPK)
+        x = torch.ones(bodies.TOKENS, bodies.HIDDEN)
+        assert layer._copies is not None
+        run = layer._copies.run
+
+        def stop(*given: Any) -> None:
+            if rank % 2 == 0:
+                run(*given)
+            raise InterruptedError
+
+        layer._copies.run = stop
+        with pytest.raises(InterruptedError):
+            layer(x, bodies.routes(rank, 0, 0.5), weights)
+        layer._copies.run = run
+        for step in (1, 3):
+            ids = bodies.routes(rank, step, 0.5)
+            assert torch.equal(layer(x, ids, weights), pair.plain(x, ids, weights))
+        pair.close()
+
+    run_threads(bodies.RANKS, one)
+
+
 def _rank(rank: int, port: int, victim: int, calls: int, during: bool, words: Any) -> None:
     torch.set_num_threads(1)
     boot = ferry.tcp(rank=rank, size=bodies.RANKS, port=port, secret="of a test", deadline=30)
