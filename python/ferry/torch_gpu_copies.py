@@ -43,6 +43,7 @@ class GpuCopies(Copies):
     def _empty(self) -> None:
         super()._empty()
         self._same: set[tuple[str, ...]] = set()
+        self._captured = False
         self._registered: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def _new_balancer(self) -> Any:
@@ -70,12 +71,14 @@ class GpuCopies(Copies):
         return places
 
     def _plan_on_gpu(self, parameters: dict[str, Tensor], topk_idx: Tensor) -> None:
-        """In a graph nobody sees whether experts have changed before a replay: they have."""
+        """In a graph nobody sees whether experts have changed before a replay: they have. Nor, from
+        then on, whether they have since one: its steps of optimizers are not counted."""
+        self._captured = self._captured or _capturing()
         balancer = self.balancer
         message = torch.empty(balancer.experts + 1, dtype=torch.int32, device=topk_idx.device)
         balancer.counts(topk_idx, out=message[:-1])
         # No copy: that is not captured.
-        message[-1:].fill_(self._changed(parameters) or _capturing())
+        message[-1:].fill_(self._changed(parameters) or self._captured)
         every = message.new_empty(self.ranks.size, len(message))
         self.ranks.all_gather(message, every)
         balancer.plan(every, again=_is_again())

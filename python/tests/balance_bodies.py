@@ -128,31 +128,48 @@ def decoding(pair: Pair) -> None:
 
 
 class TensorBalancer:
-    """What a GpuBalancer is to GpuCopies, on a CPU."""
+    """What a GpuBalancer is to GpuCopies, on a CPU. A plan changes tensors in place, as there."""
 
     def __init__(self, device: Any = None, **sizes: int) -> None:
-        self._on_cpu = ferry.BatchBalancer(**sizes)
-        self.experts = self._on_cpu.experts
-        self.plan_id, self.table, self.fetches, self.load = (torch.zeros(1) for _ in range(4))
-        self.fetched, self.places = self._on_cpu.fetched, self._on_cpu.places
-        self.fetching = self._on_cpu.fetching
+        its = self._on_cpu = ferry.BatchBalancer(**sizes)
+        self.experts = its.experts
+        self.table, self.fetches, self.load = map(torch.tensor, (its.table, its.fetches, its.load))
+        self.plan_id = torch.tensor([its.plan_id])
+        self.fetched, self.places, self.fetching = its.fetched, its.places, its.fetching
 
     def counts(self, topk_idx: Tensor, out: Tensor) -> None:
         out.copy_(torch.as_tensor(self._on_cpu.counts(topk_idx)))
 
     def plan(self, counts: Tensor, again: bool) -> None:
-        for rank in counts[:, -1].nonzero().flatten().tolist():
-            self._on_cpu.invalidate(rank)
-        self._on_cpu.plan(counts[:, :-1].contiguous(), again=again)
-        self.plan_id = torch.tensor([self._on_cpu.plan_id])
         its = self._on_cpu
-        self.table, self.fetches, self.load = map(torch.tensor, (its.table, its.fetches, its.load))
+        for rank in counts[:, -1].nonzero().flatten().tolist():
+            its.invalidate(rank)
+        its.plan(counts[:, :-1].contiguous(), again=again)
+        self.plan_id.fill_(its.plan_id)
+        for name in ("table", "fetches", "load"):
+            getattr(self, name).copy_(torch.tensor(getattr(its, name)))
+
+
+class Late:
+    """The event of moves that come as late as they may: when it is waited for."""
+
+    def __init__(self, moves: Any) -> None:
+        self._moves = [moves]
+
+    def wait(self) -> None:
+        while self._moves:
+            self._moves.pop()()
 
 
 def beside(ranks: Any, moves: Any) -> Any:
-    """What torch_gpu_copies._beside is with streams of GPUs."""
+    """What torch_gpu_copies._beside is with streams of GPUs: moves come at once."""
     moves()
     return ferry.Event()
+
+
+def late(ranks: Any, moves: Any) -> Any:
+    """The same, but that they come late."""
+    return Late(moves)
 
 
 def of_lists(move: Any) -> Any:

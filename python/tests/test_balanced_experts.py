@@ -45,22 +45,52 @@ def test_training_gives_the_same_bits(skew: int, options: dict[str, Any]) -> Non
     run_threads(bodies.RANKS, one)
 
 
-@pytest.mark.parametrize("skew", [4, 8])
-def test_copies_that_no_cpu_knows_give_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, skew: int
-) -> None:
-    """As on GPUs, but that a CPU plans and moves."""
-    monkeypatch.setattr(torch_experts, "plans_on_gpu", lambda *_: True)
-    monkeypatch.setattr(torch_gpu_copies, "GpuBalancer", bodies.TensorBalancer)
-    monkeypatch.setattr(torch_gpu_copies, "_beside", bodies.beside)
+def without_gpus(patch: pytest.MonkeyPatch, beside: Any = bodies.beside) -> None:
+    """Layers made from here on work as on GPUs, but that a CPU plans and moves."""
+    patch.setattr(torch_experts, "plans_on_gpu", lambda *_: True)
+    patch.setattr(torch_gpu_copies, "GpuBalancer", bodies.TensorBalancer)
+    patch.setattr(torch_gpu_copies, "_beside", beside)
     for name in ("copy_experts", "reduce_experts"):
-        monkeypatch.setattr(torch_gpu_copies, name, bodies.of_lists(getattr(ft, name)))
+        patch.setattr(torch_gpu_copies, name, bodies.of_lists(getattr(ft, name)))
+
+
+@pytest.mark.parametrize(("skew", "beside"), [(4, bodies.beside), (8, bodies.late)])
+def test_copies_that_no_cpu_knows_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, skew: int, beside: Any
+) -> None:
+    without_gpus(monkeypatch, beside)
     bootstraps = ferry.threads(bodies.RANKS)
 
     def one(rank: int) -> None:
         pair = bodies.Pair(bootstraps[rank], **FIXED)
         bodies.training(pair, skew, 6)
         two_forwards_first(pair)
+        pair.close()
+
+    run_threads(bodies.RANKS, one)
+
+
+def test_after_a_capture_copies_are_always_fetched_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody sees what replays write to experts."""
+    without_gpus(monkeypatch)
+    now = [False]
+    monkeypatch.setattr(torch_gpu_copies, "_capturing", lambda: now[0])
+    bootstraps = ferry.threads(bodies.RANKS)
+
+    def one(rank: int) -> None:
+        pair = bodies.Pair(bootstraps[rank], **FIXED)
+        x, ids = torch.ones(bodies.TOKENS, bodies.HIDDEN), bodies.routes(rank, 0, 0.5)
+        weights = torch.ones(bodies.TOKENS, bodies.TOPK)
+        balancer = pair.balanced.balancer
+        assert balancer is not None
+        fetched = []
+        for capturing in (False, False, True, False):
+            pair.ranks.barrier()
+            now[0] = capturing
+            pair.ranks.barrier()
+            pair.balanced(x, ids, weights)
+            fetched.append(bool((balancer.fetches >= 0).any()))
+        assert fetched == [True, False, True, True]
         pair.close()
 
     run_threads(bodies.RANKS, one)
