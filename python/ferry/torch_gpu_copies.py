@@ -125,17 +125,34 @@ class GpuCopies(Copies):
         return checked
 
 
+class _End:
+    """Of moves on a stream beside torch's current one of that GPU, which may not be torch's current
+    GPU."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event, self._device = stream.record_event(), stream.device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
 def _beside(ranks: Collectives, moves: Callable[[], None]) -> Any:
     """Has `moves` run behind what torch's current stream has so far, and beside what it gets from
-    now on: on a stream of these `ranks`. Returns the event of its end; in a graph, too."""
+    now on: on a stream of these `ranks`. Returns its end; in a graph, too."""
     stream = _streams.get(ranks)
     if stream is None:
         # Before the blocks of other kernels: all ranks wait for the one whose weights come last.
         stream = _streams[ranks] = torch.cuda.Stream(ranks._gpu, priority=-1)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        moves()
-        return stream.record_event()
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            moves()
+    except BaseException:
+        # The caller drops the tensors, and torch gives their memory away in the order of `current`.
+        current.wait_stream(stream)
+        raise
+    return _End(stream)
 
 
 def _capturing() -> bool:
