@@ -130,10 +130,14 @@ class _End:
     GPU."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event, self._device = stream.record_event(), stream.device
+        self._stream, self._event = stream, stream.record_event()
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+
+    def hold(self, tensor: Tensor) -> None:
+        """If nobody waits: torch does not use its memory again before the end."""
+        tensor.record_stream(self._stream)
 
 
 def _beside(ranks: Collectives, moves: Callable[[], None]) -> Any:
@@ -189,6 +193,11 @@ class _GpuBatch(_Batch):
 
         end = _beside(copies.ranks, moves)
         self._sums = [None if each is None else (each[1], end) for each in moved]
+
+    def __del__(self) -> None:
+        """An exception may have ended the backward while sums are under way."""
+        for sums, end in filter(None, self._sums):
+            end.hold(sums)
 
 
 class _Planned(torch.autograd.Function):

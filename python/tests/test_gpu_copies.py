@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ferry import torch_gpu_copies
-from ferry.torch_gpu_copies import _beside
+from ferry.torch_gpu_copies import _beside, _GpuBatch
 
 
 class Stream:
@@ -24,6 +24,14 @@ class Stream:
 
     def wait_event(self, event: Any) -> None:
         self.waits.append(event)
+
+
+class Sums:
+    def __init__(self) -> None:
+        self.streams = list[Stream]()
+
+    def record_stream(self, stream: Stream) -> None:
+        self.streams.append(stream)
 
 
 class Ranks:
@@ -59,3 +67,12 @@ def test_moves_that_fail_are_awaited(current: list[Stream]) -> None:
     with pytest.raises(InterruptedError):
         _beside(ranks, moves)
     assert current[1].waits == [torch_gpu_copies._streams[ranks]]
+
+
+def test_sums_that_nobody_awaits_are_held_until_they_are_made(current: list[Stream]) -> None:
+    ranks: Any = Ranks()
+    batch, sums = _GpuBatch.__new__(_GpuBatch), Sums()
+    its: Any = [None, (sums, _beside(ranks, lambda: None))]
+    batch._sums = its
+    del batch
+    assert sums.streams == [torch_gpu_copies._streams[ranks]]
