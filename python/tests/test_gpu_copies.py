@@ -1,4 +1,4 @@
-"""The order of streams of ferry.torch_gpu_copies, with streams that write down what they are told."""
+"""The order of streams of ferry.torch_gpu_copies: streams that write down what they are told."""
 
 from __future__ import annotations
 
