@@ -19,8 +19,9 @@ def setUpModule():
 
 
 def left_in_shared_memory(before):
-    """Names that were not there before and stay: those of other jobs go as soon as they meet."""
-    left = set(os.listdir("/dev/shm")) - before
+    """Ferry's names that were not there before and stay: those of other jobs go as soon as they
+    meet."""
+    left = {name for name in os.listdir("/dev/shm") if name.startswith("ferry-")} - before
     end = time.monotonic() + 5
     while left and time.monotonic() < end:
         time.sleep(0.05)
