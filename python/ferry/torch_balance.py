@@ -156,7 +156,7 @@ class Copies:
         routes. most: > 0: rows of a rank."""
         instance("ExpertParallel: topk_idx", topk_idx, Tensor, "a tensor")
         self._agree(topk_idx)
-        self._end_forward()
+        self._arrive()  # of a forward that ended in an exception, here or on another rank
         parameters = self._parameters(experts)
         said = [_said(name, tensor) for name, tensor in parameters.items()]
         with torch.no_grad():
@@ -293,12 +293,6 @@ class Copies:
             event.wait()
         self._tensors = coming.tensors
         self.balancer.fetched()
-
-    def _end_forward(self) -> None:
-        """Of a forward that an exception has ended: other ranks may have waited for the weights
-        before that, and all must plan alike."""
-        if self._coming is not None:
-            self._arrive()
 
     def _parameters(self, experts: nn.Module) -> dict[str, Tensor]:
         found: dict[str, Tensor] = dict(experts.named_parameters())

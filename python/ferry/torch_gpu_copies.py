@@ -54,7 +54,7 @@ class GpuCopies(Copies):
         computed again and is forgotten, and more rows than a rank may have."""
         instance("ExpertParallel: topk_idx", topk_idx, Tensor, "a tensor")
         self._agree(topk_idx)
-        self._end_forward()
+        self._arrive()  # as there
         parameters = self._parameters(experts)
         said = tuple(_said(name, tensor) for name, tensor in parameters.items())
         if said not in self._same:  # later batches are not compared: that would wait
@@ -103,8 +103,9 @@ class GpuCopies(Copies):
         self._coming = coming
 
     def _arrive(self) -> None:
+        comes = self._coming is not None
         super()._arrive()
-        if torch.is_grad_enabled():
+        if comes and torch.is_grad_enabled():
             # The next batch fetches into the slots, and a backward may be to come.
             self._tensors = {name: slots.clone() for name, slots in self._tensors.items()}
 

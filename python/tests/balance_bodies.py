@@ -1,4 +1,4 @@
-"""Layers whose busy experts have copies, for test_balanced_experts.py."""
+"""Layers whose busy experts have copies, for the tests of balanced experts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ferry import torch_balance
 
 RANKS, LOCAL, SLOTS, TOPK, HIDDEN, TOKENS = 8, 2, 2, 2, 16, 24
 EXPERTS = RANKS * LOCAL
+FIXED = {"max_recv_rows": TOKENS * TOPK}
 
 
 class Experts(nn.Module):
