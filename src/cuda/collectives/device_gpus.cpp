@@ -224,8 +224,7 @@ void DeviceGpus::check_call(const char* call, const Stream* stream, int num_sms)
       std::string(call) +
           ": the stream is being captured into a CUDA graph; expected one that is not: between "
           "domains the CPU carries a call, once, so a replay would not cross. Make the call "
-          "between "
-          "two graphs, or with collectives of one domain, which are captured",
+          "between two graphs, or with collectives of one domain, which are captured",
       {-1, -1, call, 0, 0, 0});
 }
 
