@@ -15,6 +15,7 @@
 #include "api/domain_bootstrap.hpp"
 #include "api/rails.hpp"
 #include "core/stream_state.hpp"
+#include "core/test_errors.hpp"
 #include "cuda/collectives/domains.hpp"
 #include "fabric/local/local.hpp"
 #include "host/collectives/engine.hpp"
@@ -236,15 +237,6 @@ inline std::shared_ptr<cuda::DomainCollectives> make(Bootstrap& bootstrap, const
       config, inside.domains, rails.calls, rails.all, rails.rail,
       std::make_unique<HostGpus>(gpus, shape.room, inside.domains.full_rails(), breaks),
       std::move(rails.thread)});
-}
-
-inline std::optional<Error> error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  return std::nullopt;
 }
 
 }  // namespace ferry::test

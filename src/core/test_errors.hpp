@@ -4,10 +4,21 @@
 
 #include <ferry/error.hpp>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
 namespace ferry::test {
+
+/// The error that the call throws, if it throws one.
+inline std::optional<Error> error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  return std::nullopt;
+}
 
 /// Expects ferry::Error of `kind` whose message holds all of `words`.
 inline void expect_error(ErrorKind kind, const std::vector<std::string>& words,

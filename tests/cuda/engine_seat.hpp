@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "core/test_errors.hpp"
 #include "crew.hpp"
 #include "engine_case.hpp"
 
@@ -99,15 +100,6 @@ struct OwnStream {
   }
 };
 
-/// The error that the call throws, if it throws one.
-inline std::optional<Error> error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  return std::nullopt;
-}
 inline std::optional<ErrorKind> kind_of(const std::function<void()>& call) {
   const auto error = error_of(call);
   return error ? std::optional(error->kind()) : std::nullopt;
