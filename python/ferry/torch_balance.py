@@ -90,7 +90,8 @@ class Copies:
     ) -> None:
         _count_steps()
         call = "ExpertParallel"
-        ranks = instance(f"{call}: collectives", collectives, Collectives, "a ferry.Collectives")
+        expected = "with balance a ferry.Collectives of the ranks of the group, to move copies"
+        ranks = instance(f"{call}: collectives", collectives, Collectives, expected)
         if (ranks.rank, ranks.size) != (group.rank, group.size):
             got = f"rank {ranks.rank} of {ranks.size}"
             expected = f"rank {group.rank} of {group.size}, as of the group"
@@ -181,8 +182,14 @@ class Copies:
             return
         none = topk_idx.detach()[:0].contiguous()  # a rank without slots plans its batch now
         self.group._compare("ExpertParallel: topk_idx", _WITH_SLOTS, none)
-        settings = ", ".join(f"{name}={value}" for name, value in self._balancing.items())
-        agree(self.ranks, "ExpertParallel", settings)
+        settings = {
+            "balance": self.slots,
+            "copy_rows": self._balancing["copy_rows"],
+            "max_recv_rows (less padding)": self.most,
+            "domain_size": self._balancing["domain_size"],
+        }
+        for name, value in settings.items():
+            agree(self.ranks, "ExpertParallel", f"{name}={value}")
         self._agreed = True
 
     def _plan(self, parameters: dict[str, Tensor], said: list[str], topk_idx: Tensor) -> None:
@@ -214,9 +221,10 @@ class Copies:
         heaviest = max(load)
         refuse(
             "ExpertParallel: max_recv_rows",
-            f"{self._fixed}, {most} of which are not for padding",
-            f"room for {heaviest} rows, which rank {load.index(heaviest)} has with all copies that "
-            "help: more rows, more slots for copies (balance), or fewer tokens",
+            f"{self._fixed}, {self._fixed - most} of them for padding",
+            f"at least {heaviest + self._fixed - most}: rank {load.index(heaviest)} has {heaviest} "
+            "rows with all copies that help; give more rows, more slots for copies (balance), or "
+            "fewer tokens",
         )
 
     def _agree_on_parameters(self, said: list[str]) -> None:
@@ -305,7 +313,12 @@ class Copies:
         for name, tensor in found.items():
             if tensor.dim() == 0 or len(tensor) != self.local or tensor.numel() == 0:
                 got = f"{name} of shape {tuple(tensor.shape)}"
-                expected = f"[{self.local}, ...]: an entry an expert, not empty"
+                expected = (
+                    f"[{self.local}, ...], not empty: an entry for each expert of the rank; a "
+                    f"group of {self.group.experts} experts on {self.group.size} ranks has room "
+                    f"for {self.local} and balance={self.slots} copies on each: make it with "
+                    f"experts=n + {self.group.size * self.slots} for n experts of the layer"
+                )
                 refuse("ExpertParallel: experts", got, expected)
             if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 expected = "float32, bfloat16 or float16"

@@ -235,7 +235,7 @@ def test_what_is_refused() -> None:
         def layer(**options: Any) -> ft.ExpertParallel:
             return ft.ExpertParallel(group, experts, **{"collectives": ranks} | options)
 
-        with pytest.raises(wrong, match=r"collectives: got None"):
+        with pytest.raises(wrong, match=r"collectives: got None .* with balance a ferry.Coll"):
             layer(balance=2, collectives=None)
         with pytest.raises(wrong, match="max_recv_rows: got 12; expected more than 12"):
             layer(balance=2, max_recv_rows=12, alignment=4)
@@ -246,9 +246,10 @@ def test_what_is_refused() -> None:
         with pytest.raises(wrong, match=r"balance: got a group of 4 experts on 1 ranks"):
             layer(balance=4)
         x, ids, weights = torch.ones(3, 16), torch.zeros(3, 2).long(), torch.ones(3, 2)
-        with pytest.raises(wrong, match=r"got 5, 5 of which .* room for 6 rows, which rank 0 has"):
+        with pytest.raises(wrong, match=r"got 5, 0 of them .* at least 6: rank 0 has 6 rows"):
             layer(balance=2, max_recv_rows=5)(x, ids, weights)
-        with pytest.raises(wrong, match=r"scale of shape \(2, 16\); expected \[3, \.\.\.\]"):
+        grown = r"scale of shape \(2, 16\); expected \[3, \.\.\.\], .* experts=n \+ 1 for n"
+        with pytest.raises(wrong, match=grown):
             layer(balance=1)(x, ids, weights)
         experts.none = torch.nn.Parameter(torch.zeros(2, 0))
         with pytest.raises(wrong, match=r"none of shape \(2, 0\)"):
@@ -418,10 +419,11 @@ class _Odd(torch.nn.Module):
 @pytest.mark.parametrize(
     ("odd", "word"),
     [
-        ("copy_rows", "copy_rows=60"),
-        ("slots", "slots=2"),
-        ("slots alone", "slots=2"),  # the experts of rank 0 do not fit its slots
-        ("balance", "1 with balance, is [01] on rank"),
+        ("copy_rows", "calls it with copy_rows=(60|0), this rank with copy_rows=(60|0);"),
+        ("rows", r"calls it with max_recv_rows \(less padding\)=[89]0, this"),
+        ("slots", "calls it with balance=[12], this rank with balance=[12]; all"),
+        ("slots alone", "with balance=[12], this"),  # the experts of rank 0 do not fit its slots
+        ("balance", r"0 without both, 1 with balance\) is [01] on rank"),
         ("names", "with gradients: b"),
         ("more", "3 parameters"),
         ("dtype", "bfloat16"),
@@ -447,7 +449,12 @@ def test_ranks_that_differ_are_refused_everywhere(odd: str, word: str) -> None:
         copy_rows = 60 if its == "copy_rows" else 0
         slots = 0 if its == "balance" else slots
         layer = ft.ExpertParallel(
-            group, experts, balance=slots, collectives=ranks, copy_rows=copy_rows
+            group,
+            experts,
+            balance=slots,
+            collectives=ranks,
+            copy_rows=copy_rows,
+            max_recv_rows=0 if odd != "rows" else 80 + 10 * rank,
         )
         with (
             pytest.raises(ferry.MismatchError, match=word),

@@ -73,8 +73,10 @@ def command() -> str:
     return found
 
 
-def plan(command: str, tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "m.yaml").write_text(f"hidden: 64\nexperts: {EXPERTS}\ntopk: {TOPK}\n")
+def plan(
+    command: str, tmp_path: Path, *options: str, experts: int = EXPERTS
+) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "m.yaml").write_text(f"hidden: 64\nexperts: {experts}\ntopk: {TOPK}\n")
     (tmp_path / "c.yaml").write_text("host_ranks: 2\nnic: 1\n")
     return subprocess.run(
         [command, "plan", "--cluster", "c.yaml", "--model", "m.yaml", *options],
@@ -126,4 +128,12 @@ def test_plan_refuses_what_is_no_recording(command: str, tmp_path: Path) -> None
         assert said in done.stderr, done.stderr
     (tmp_path / "good.0").write_bytes(first)
     (tmp_path / "good.2").unlink()
-    assert "good.2: cannot be read" in plan(command, tmp_path, "--routes", "good").stderr
+    missing = plan(command, tmp_path, "--routes", "good").stderr
+    assert "good.2: cannot be read; expected what rank 2 recorded" in missing
+
+
+def test_plan_says_which_model_fits_a_recording(command: str, tmp_path: Path) -> None:
+    record(tmp_path / "good")
+    done = plan(command, tmp_path, "--routes", "good", "--ranks", "2", experts=EXPERTS - 2)
+    assert done.returncode == 1
+    assert f"expected --model FILE with experts: {EXPERTS}, topk: {TOPK}" in done.stderr

@@ -97,7 +97,7 @@ void compare(FirstDifference& first, const ExchangeTerms& theirs, const Exchange
 
 void compare(FirstDifference& first, const PlanTerms& theirs, const PlanTerms& mine) {
   first
-      .of("placement_digest, of a placement of experts or of their parameters, 1 with balance,",
+      .of("placement of experts or balance (placement_digest: 0 without both, 1 with balance)",
           theirs.placement_digest, mine.placement_digest, kNumber)
       .of("topk", theirs.topk, mine.topk, kNumber);
 }

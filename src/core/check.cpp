@@ -250,10 +250,10 @@ void check_exact(std::string_view call, std::string_view name, const ConstTensor
                  Dtype dtype, const Extents& shape, const Device& where) {
   if (tensor.dtype != dtype)
     refuse(call, name, "dtype " + dtype_text(tensor.dtype), dtype_text(dtype));
-  check_tensor(call, name, tensor, shape.size(), where);
   if (tensor.shape != shape) {
     refuse(call, name, "shape " + to_string(tensor.shape), to_string(shape));
   }
+  check_tensor(call, name, tensor, shape.size(), where);
 }
 
 }  // namespace ferry

@@ -198,6 +198,9 @@ TEST(BatchBalancer, RefusesWhatCannotBe) {
   const auto all = routes_of_ranks(9);
   auto counts = counts_of(balancer, all);
   wrong({"counts"}, [&] { balancer.plan({counts.data(), Dtype::i32, {2, kExperts}}); });
+  wrong({"counts", "got shape [" + std::to_string(kExperts) + "]",
+         "expected [" + std::to_string(kRanks) + ", "},
+        [&] { balancer.plan({counts.data(), Dtype::i32, {kExperts}}); });
   counts[11] = -3;
   wrong({"counts", "-3 of rank 1, expert 3"}, [&] { plan(balancer, counts); });
   counts[11] = 3;
