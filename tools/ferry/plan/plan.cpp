@@ -238,8 +238,11 @@ RecordedRoutes routes_for(const PlanOptions& options, const Described& model) {
   if (static_cast<double>(routes.experts) != model.number("experts", 1) ||
       routes.topk != model.number("topk", 8)) {
     throw std::runtime_error(fmt::format(
-        "--routes: recorded with {} experts and {} slots, but {} has {} and {}", routes.experts,
-        routes.topk, options.model, model.number("experts", 1), model.number("topk", 8)));
+        "--routes: recorded with {0} experts and top-{1} routes, but the model {2} has {3} and "
+        "top-{4}; expected --model FILE with experts: {0}, topk: {1} (record without balance=: its "
+        "group counts slots for copies as experts)",
+        routes.experts, routes.topk, options.model, model.number("experts", 1),
+        model.number("topk", 8)));
   }
   return routes;
 }

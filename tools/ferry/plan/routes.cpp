@@ -55,7 +55,12 @@ RankRoutes take_call(std::istream& in, const RouteCallHead& head, std::uint64_t 
 std::vector<RankRoutes> take_calls(const std::string& path, std::uint32_t rank, RouteFileHead& head,
                                    int& topk) {
   std::ifstream in(path, std::ios::binary);
-  if (!in) throw std::runtime_error(path + ": cannot be read");
+  if (!in) {
+    throw std::runtime_error(fmt::format(
+        "{}: cannot be read; expected what rank {} recorded: --routes takes FILE of FILE.0, "
+        "FILE.1, ..., without the rank's number",
+        path, rank));
+  }
   const bool whole = take(in, &head) && std::memcmp(head.magic, kMagic, sizeof(head.magic)) == 0;
   if (!whole || head.rank != rank || head.ranks <= rank || head.ranks > kMostRanks ||
       head.experts < 1 || head.experts > kMostExperts) {
