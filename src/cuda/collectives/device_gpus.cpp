@@ -45,6 +45,17 @@ class JoinedEvent final : public Event::State, public GpuPoint {
   GpuEvent point_;
 };
 
+/// Memory that is touched before a point of a stream.
+class UseBefore final : public Use {
+ public:
+  explicit UseBefore(GpuEvent point) : point_(std::move(point)) {}
+  GpuEvent end(EventPool& /*events*/) override { return point_; }
+  bool has_ended() const override { return is_done(point_); }
+
+ private:
+  GpuEvent point_;
+};
+
 cudaStream_t cuda_stream(const Stream& stream) {
   return static_cast<cudaStream_t>(stream.native());
 }
@@ -228,18 +239,21 @@ void DeviceGpus::check_call(const char* call, const Stream* stream, int num_sms)
       {-1, -1, call, 0, 0, 0});
 }
 
-Event DeviceGpus::join(Stream& stream, Event done) {
+Event DeviceGpus::join(Stream& stream, Event done, const Touched& touched) {
   const OnDevice here(device().index);
-  Event joined = ends(stream_, std::move(done));
+  Event joined = ends(stream_, std::move(done), touched);
   check(cudaStreamWaitEvent(cuda_stream(stream), gpu_event_of(joined).get(), 0),
         "cudaStreamWaitEvent");
   return joined;
 }
 
-Event DeviceGpus::ends(Stream& stream, Event done) {
+Event DeviceGpus::ends(Stream& stream, Event done, const Touched& touched) {
   const OnDevice here(device().index);
   GpuEvent point = engine_->gpu().events()->take();
   check(cudaEventRecord(point.get(), cuda_stream(stream)), "cudaEventRecord");
+  const unsigned long long id = id_of(cuda_stream(stream));
+  const auto use = std::make_shared<UseBefore>(point);
+  for (const void* memory : touched) engine_->gpu().record_use(memory, id, use);
   return Event(std::make_shared<JoinedEvent>(std::move(done), std::move(point)));
 }
 

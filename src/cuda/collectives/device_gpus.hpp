@@ -43,7 +43,7 @@ class DeviceGpus final : public DomainGpus {
   Error failure() override;
   Event mark() override;
   void check_call(const char* call, const Stream* stream, int num_sms) const override;
-  Event join(Stream& stream, Event done) override;
+  Event join(Stream& stream, Event done, const Touched& touched) override;
   Event transfer(bool sends, const TensorView& x, int peer, int tag,
                  const CollectiveOptions& options) override;
   std::shared_ptr<std::byte> pinned(std::size_t bytes) override;
@@ -51,7 +51,7 @@ class DeviceGpus final : public DomainGpus {
   void copy(Stream& stream, void* to, const void* from, std::size_t bytes) override;
   void tell(Stream& stream, std::uint64_t* word, std::uint64_t value) override;
   void hold(Stream& stream, std::uint64_t* word) override;
-  Event ends(Stream& stream, Event done) override;
+  Event ends(Stream& stream, Event done, const Touched& touched) override;
   void fail(const char* call, const Error& error) override;
 
  private:

@@ -106,8 +106,8 @@ Event DomainCollectives::all_reduce(const TensorView& x, const ReduceOptions& as
     if (wide != dtype) gpus.convert(gpu(out, wide, part(step)), gpu(data(step), dtype, part(step)));
   };
   return enter(
-      {signature_of(CallKind::all_reduce, dtype, count, asked), asked.num_sms}, asked.stream,
-      [=] { return steps_of(count, each); }, steps);
+      {signature_of(CallKind::all_reduce, dtype, count, asked), asked.num_sms, {x.data}},
+      asked.stream, [=] { return steps_of(count, each); }, steps);
 }
 
 /// The blocks for the ranks of a domain lie one behind the other, padded to those of the largest.
@@ -162,7 +162,9 @@ Event DomainCollectives::reduce_scatter(const ConstTensorView& x, const TensorVi
                  gpu(at(out.data, step * each * narrow), dtype, some));
   };
   return enter(
-      {signature_of(CallKind::reduce_scatter, dtype, x.shape.product(), asked), asked.num_sms},
+      {signature_of(CallKind::reduce_scatter, dtype, x.shape.product(), asked),
+       asked.num_sms,
+       {x.data, out.data}},
       asked.stream, [=] { return steps_of(block, each); }, steps);
 }
 
@@ -216,7 +218,9 @@ Event DomainCollectives::all_gather(const ConstTensorView& x, const TensorView& 
     }
   };
   return enter(
-      {signature_of(CallKind::all_gather, x.dtype, x.shape.product()), options.num_sms},
+      {signature_of(CallKind::all_gather, x.dtype, x.shape.product()),
+       options.num_sms,
+       {x.data, out.data}},
       options.stream, [=] { return steps_of(block, each); }, steps);
 }
 
@@ -251,7 +255,8 @@ Event DomainCollectives::broadcast(const TensorView& x, int root,
   CallSignature call = signature_of(CallKind::broadcast, x.dtype, x.shape.product());
   call.collective.root = static_cast<std::uint32_t>(root);
   return enter(
-      {call, options.num_sms}, options.stream, [=] { return steps_of(count, each); }, steps);
+      {call, options.num_sms, {x.data}}, options.stream, [=] { return steps_of(count, each); },
+      steps);
 }
 
 namespace {
@@ -349,7 +354,8 @@ Event DomainCollectives::all_to_all(const ConstTensorView& x, const TensorView& 
       end += blocks.from.bytes(r, step);
     }
   };
-  Call call{signature_of(CallKind::all_to_all, dtype, 0), options.num_sms, counts.to};
+  Call call{
+      signature_of(CallKind::all_to_all, dtype, 0), options.num_sms, {x.data, out.data}, counts.to};
   call.counts.insert(call.counts.end(), counts.from.begin(), counts.from.end());
   return enter(call, options.stream, [=, this] { return steps_of(longest_block_, each); }, steps);
 }

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "core/engine.hpp"
 
@@ -24,6 +25,8 @@ struct DomainRoom {
 /// ordinary memory keeps others out of the driver until its stream has come so far.
 class DomainGpus {
  public:
+  using Touched = std::vector<const void*>;
+
   virtual ~DomainGpus() = default;
   virtual Device device() const = 0;
   /// The engine of the domain: memory that its GPUs reach, failures.
@@ -61,8 +64,9 @@ class DomainGpus {
   /// Throws unless a call may have so many SMs, and be ordered with this stream; null: none.
   virtual void check_call(const char* call, const Stream* stream, int num_sms) const = 0;
   /// What comes next in the caller's stream waits for all that was started. The result is complete
-  /// with `done`, and other streams can wait for it.
-  virtual Event join(Stream& stream, Event done) = 0;
+  /// with `done`, and other streams can wait for it. `touched`: memory of the caller, not used
+  /// again before that, though its stream may be gone when its tensor is dropped.
+  virtual Event join(Stream& stream, Event done, const Touched& touched) = 0;
   // Of transfers, beside all that: on streams of their callers, from any thread.
 
   /// send or recv with a rank of the domain; with no stream it has ended.
@@ -78,7 +82,7 @@ class DomainGpus {
   /// What comes next in the stream begins when `*word`, which is pinned, is 1.
   virtual void hold(Stream& stream, std::uint64_t* word) = 0;
   /// An event that is complete with `done`; other streams wait for this point of `stream`.
-  virtual Event ends(Stream& stream, Event done) = 0;
+  virtual Event ends(Stream& stream, Event done, const Touched& touched) = 0;
 
   /// Kernels that wait for peers end, nothing is held any more, and the domain's other ranks learn
   /// that this one failed. Returns when nothing runs any more, or soon.

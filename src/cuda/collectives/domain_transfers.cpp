@@ -65,11 +65,8 @@ Event DomainCollectives::transfer(bool sends, const TensorView& x, int peer, int
     among(members(),
           [&] { event = gpus.transfer(sends, x, parts_.domains.index(peer), tag, options); });
     if (options.stream == nullptr) return {};
-    return gpus.ends(*options.stream,
-                     Event(std::make_shared<NamedEvent>(event, members(), rank())));
-  }
-  if (options.stream != nullptr && x.bytes() > 0 && is_registered(x.data)) {
-    record_stream(x.data, *options.stream);
+    return gpus.ends(*options.stream, Event(std::make_shared<NamedEvent>(event, members(), rank())),
+                     {});
   }
   std::optional<Error> refused;  // this call alone
   guard(name, [&] {
@@ -177,7 +174,7 @@ Event DomainTransfers::transfer(bool sends, const TensorView& x, int peer, int t
   }
   try {
     start_on(*stream, *one, x);
-    return gpus.ends(*stream, Event(one));
+    return gpus.ends(*stream, Event(one), {x.data});
   } catch (...) {
     one->abandoned.store(true, std::memory_order_release);
     throw;

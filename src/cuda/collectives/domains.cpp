@@ -139,7 +139,7 @@ Event DomainCollectives::enter(const Call& call, Stream* stream, const Count& co
     guard(name, [&] {
       parts_.gpus->begin(before, call.num_sms);
       start(range, steps);
-      if (stream != nullptr) joined = parts_.gpus->join(*stream, done);
+      if (stream != nullptr) joined = parts_.gpus->join(*stream, done, call.touched);
       started->set_value(parts_.gpus->mark());
     });
   } catch (...) {

@@ -107,10 +107,11 @@ class DomainCollectives final : public CollectivesEngine, public Engine {
   [[noreturn]] std::shared_ptr<LatencyEngine> make_latency(const LatencyConfig& config) override;
 
  private:
-  /// A call, as all ranks must make it; `counts`: of all_to_all.
+  /// A call, as all ranks must make it but for `touched`; `counts`: of all_to_all.
   struct Call {
     CallSignature signature{};
     int num_sms = 0;
+    DomainGpus::Touched touched{};
     std::vector<std::int64_t> counts{};
   };
   /// What is done with one step of a call, each with its room: the GPUs bring it to `leaving`, it
