@@ -69,6 +69,7 @@ CodedSums::CodedSums(HostCollectives& all, const char* call, ReduceFormat asked,
                      std::uint64_t bytes)
     : all_(all), call_(call) {
   if (asked == ReduceFormat::exact || all.domains().count() == 1) return;
+  if (bytes <= eager_bytes(all.size())) return;  // exact, by whichever algorithm
   Compression& kept = all.compression_state();
   CodeTally sum;
   for (int r = 0; r < all.size(); ++r) {

@@ -202,6 +202,35 @@ TEST(CodedCollectives, ReduceAsDefined) {
   }
 }
 
+// Whichever algorithm is asked for: what is short is not worth a code.
+TEST(CodedCollectives, ShortTensorsAreExact) {
+  with_collectives({4, 2}, [](Collectives& all) {
+    const auto count = static_cast<std::int64_t>(eager_bytes(all.size()) / sizeof(float));
+    const Floats input = gradients_of(count, 4, 7)[index(all.rank())];
+    const auto reduced = [&](const ReduceOptions& options) {
+      Floats x = input;
+      all.all_reduce({x.data(), Dtype::f32, {count}}, options);
+      return x;
+    };
+    const auto block_of = [&](ReduceFormat format) {
+      Floats out(index(count / 4));
+      all.reduce_scatter({input.data(), Dtype::f32, {count}}, {out.data(), Dtype::f32, {count / 4}},
+                         {.format = format});
+      return out;
+    };
+    const Floats exact = reduced({}), block = block_of(ReduceFormat::exact);
+    for (const ReduceFormat format : kCoded) {
+      for (const Algorithm algorithm : {Algorithm::automatic, Algorithm::one_shot,
+                                        Algorithm::direct, Algorithm::hierarchical}) {
+        EXPECT_TRUE(same_floats(reduced({.algorithm = algorithm, .format = format}), exact))
+            << name_of(format) << ", " << name_of(algorithm);
+      }
+      EXPECT_TRUE(same_floats(block_of(format), block)) << name_of(format);
+    }
+    EXPECT_EQ(all.compression(), CompressionStats{});
+  });
+}
+
 // NaN, infinity and a spike of one rank: only their chunks are in another format, and NaN is NaN on
 // every rank.
 TEST(CodedCollectives, FallBackInTheCallItself) {
