@@ -235,8 +235,8 @@ class Collectives {
                    const CollectiveOptions& options = {});
   /// The same with blocks of any size: [R] elements for each rank, and [R] from each. Throws
   /// Error(mismatch) where a rank expects another number than its peer sends.
-  Event all_to_all(const ConstTensorView& x, std::span<const std::int64_t> to,
-                   const TensorView& out, std::span<const std::int64_t> from,
+  Event all_to_all(const ConstTensorView& x, std::span<const std::int64_t> send_counts,
+                   const TensorView& out, std::span<const std::int64_t> recv_counts,
                    const CollectiveOptions& options = {});
   /// Collective, in one domain of CPUs. Copies of rows, as those of experts: x is [L, n], `out`
   /// [C, n] of the same dtype, L and C the same on all ranks and at most 4096, and `table` too:

@@ -142,13 +142,13 @@ Event Collectives::all_to_all(const ConstTensorView& x, const TensorView& out,
   });
 }
 
-Event Collectives::all_to_all(const ConstTensorView& x, std::span<const std::int64_t> to,
-                              const TensorView& out, std::span<const std::int64_t> from,
+Event Collectives::all_to_all(const ConstTensorView& x, std::span<const std::int64_t> send_counts,
+                              const TensorView& out, std::span<const std::int64_t> recv_counts,
                               const CollectiveOptions& options) {
   return call(engine_, "all_to_all", [&](CollectivesEngine& engine) {
     check_stream("all_to_all", options.stream, engine.device());
-    return engine.all_to_all(x, out, checked_counts(x, to, out, from, size(), engine.device()),
-                             options);
+    return engine.all_to_all(
+        x, out, checked_counts(x, send_counts, out, recv_counts, size(), engine.device()), options);
   });
 }
 

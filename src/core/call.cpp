@@ -144,8 +144,9 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
   }
   const bool collective = mine.kind >= CallKind::all_reduce;
   const bool table = mine.kind == CallKind::copy_rows || mine.kind == CallKind::add_rows;
+  const bool rows = table || mine.kind == CallKind::window;
   first.of("dtype", theirs.dtype, mine.dtype, kName<Dtype>)
-      .of(table        ? "columns"
+      .of(rows         ? "columns"
           : collective ? "the number of elements"
                        : "hidden",
           theirs.elements, mine.elements, kNumber);

@@ -173,8 +173,8 @@ BlockCounts checked_counts(const ConstTensorView& x, std::span<const std::int64_
                            const ConstTensorView& out, std::span<const std::int64_t> from,
                            int ranks, const Device& where) {
   check_pair("all_to_all", x, out, where);
-  check_sum("x", x, to, "to", ranks);
-  check_sum("out", out, from, "from", ranks);
+  check_sum("x", x, to, "send_counts", ranks);
+  check_sum("out", out, from, "recv_counts", ranks);
   return {{to.begin(), to.end()}, {from.begin(), from.end()}, false};
 }
 

@@ -466,8 +466,8 @@ TEST(Collectives, RefusesWhatCannotBe) {
     refused("all_to_all: out: got memory that overlaps x", [&] { all.all_to_all(f32, f32); });
     const std::vector<std::int64_t> right{8, 8}, less{8, 7}, more{8, 9}, negative{17, -1}, one{16};
     for (const auto& wrong : {less, more, negative, one}) {
-      refused("all_to_all: to: got", [&] { all.all_to_all(f32, wrong, other, right); });
-      refused("all_to_all: from: got", [&] { all.all_to_all(f32, right, other, wrong); });
+      refused("all_to_all: send_counts: got", [&] { all.all_to_all(f32, wrong, other, right); });
+      refused("all_to_all: recv_counts: got", [&] { all.all_to_all(f32, right, other, wrong); });
     }
     all.barrier();
   });

@@ -84,6 +84,13 @@ TEST(Window, ArgumentsAreRefused) {
   });
 }
 
+TEST(Window, OtherColumnsAreNamed) {
+  with_collectives({.ranks = 2}, [](Collectives& all) {
+    expect_error(ErrorKind::mismatch, {"made different calls: columns is"},
+                 [&] { all.window(2, all.rank() == 0 ? 4 : 5, Dtype::f32); });
+  });
+}
+
 // What is written over a number while rows are copied is not taken for one.
 TEST(Window, NumbersMayLieInTheOutput) {
   with_collectives({.ranks = 1}, [](Collectives& all) {
