@@ -64,10 +64,17 @@ def take_new_names(call: str, names: dict[str, str], keywords: dict[str, Any]) -
         keywords[new] = keywords.pop(old)
 
 
+def loaded(name: str) -> Any:
+    """A module that is imported. None also while another thread still imports it: nothing of it is
+    there yet, and no value is."""
+    module = sys.modules.get(name)
+    return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
+
+
 def tensor_words(value: object) -> str | None:
     """Dtype and shape of a tensor of torch: its elements may be freed, or on a GPU. None: it is
     none."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is None or not isinstance(value, torch.Tensor):
         return None
     extents = "other rows" if value.is_nested else f"shape {tuple(value.shape)}"
@@ -122,7 +129,7 @@ def whole_number(value: Any) -> int | None:
     no such thing."""
     if type(value) is int:
         return value
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         plain = value.layout is torch.strided and not value.is_meta and not value.is_nested
         if not plain or value.numel() != 1:

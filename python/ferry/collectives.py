@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from ferry.arguments import (
     flag,
     instance,
     integer,
+    loaded,
     refuse,
     seconds,
 )
@@ -520,12 +520,12 @@ def _finished(place: Place, event: _ferry.Event) -> _ferry.Event:
 
 def _flat(name: str, value: Any, writable: bool, place: Place) -> Any:
     """The same memory in one dimension; of other frameworks as it is, up to three."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         if value.layout == torch.strided and not value.is_contiguous():
             refuse(name, f"a tensor with strides {tuple(value.stride())}", "a contiguous one")
         return value.view(-1) if value.layout == torch.strided and value.dim() != 1 else value
-    numpy = sys.modules.get("numpy")
+    numpy = loaded("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
         if not value.flags.c_contiguous:
             refuse(name, f"an array with strides of {value.strides} bytes", "a contiguous one")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from ferry import _ferry
-from ferry.arguments import INT32_MAX, describe, flag, integer, number, refuse, tensor_words
+from ferry.arguments import INT32_MAX, describe, flag, integer, loaded, number, refuse, tensor_words
 from ferry.tensors import NUMPY, array, storage_of, view
 
 
@@ -270,5 +269,5 @@ class BatchBalancer:
 
 
 def _on_gpu(x: Any) -> bool:
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     return torch is not None and isinstance(x, torch.Tensor) and x.is_cuda

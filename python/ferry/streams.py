@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 from ferry import _ferry
-from ferry.arguments import describe, integer, refuse
+from ferry.arguments import describe, integer, loaded, refuse
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -71,7 +69,7 @@ class Streams:
             return Place(stream=stream)
         current = current_handle(self._gpu)
         if stream is None:
-            torch = sys.modules.get("torch")
+            torch = loaded("torch")
             if current is None or not isinstance(main, torch.Tensor):  # type: ignore[union-attr]
                 return Place(self._gpu, self.of(0), 0, False, True)
             return Place(self._gpu, self.of(current), current, True)
@@ -126,7 +124,7 @@ def stream_handle(name: str, stream: Any, gpu: int | None) -> int:
 
 def current_handle(gpu: int) -> int | None:
     """Of torch's current stream on that GPU; None when torch is not there."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is None:
         return None
     return int(torch.cuda.current_stream(gpu).cuda_stream)
@@ -140,7 +138,7 @@ def device_name(gpu: int | None) -> str:
 def chosen_gpu(device: Any) -> int:
     """An ordinal from an integer, "cuda:1", a torch.device; None: torch's current one, or -1, the
     current one of the CUDA runtime."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if device is None:
         ready = torch is not None and torch.cuda.is_available()
         return int(torch.cuda.current_device()) if ready else -1  # type: ignore[union-attr]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import cache
 
 from ferry import _ferry
-from ferry.arguments import choice, describe, integer, refuse
+from ferry.arguments import choice, describe, integer, loaded, refuse
 from ferry.frameworks import array_of, as_numpy
 from ferry.streams import CPU, Place
 
@@ -98,7 +98,7 @@ def view(
     expected: the dtypes that the argument takes, for messages; empty: every dtype. place: where it
     must lie; None: anywhere, as only its address is asked for.
     """
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is not None and dtype is None and place is not None and place.gpu is None:
         plain = _ferry.View.of_torch(value, name, writable)  # four times as quick as what follows
         if plain is not None:
@@ -115,7 +115,7 @@ def view(
             ordered = place is not None and place.ordered
             return _gpu_view(torch, name, plain, dtype, expected, ordered), TORCH
         return _ferry.View(plain, name, dtype, writable, expected), TORCH
-    numpy = sys.modules.get("numpy")
+    numpy = loaded("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
         _check_place(name, "cpu", None, place)
         plain, dtype, like = _plain_numpy(name, value, dtype, expected)
@@ -136,7 +136,7 @@ def plain_view(name: str, value: Any, writable: bool) -> _ferry.View | None:
     """The elements of a torch tensor in CPU memory, if it is as plain as most are. It takes a
     microsecond, DLPack eight. None: `view` has to look at it.
     """
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is None or type(value) is not torch.Tensor or not value.is_cpu:
         return None
     dtype = _torch_dtype(value.dtype)
@@ -377,10 +377,10 @@ def like_of(name: str, value: Any, gpu: int | None = None) -> Like:
         return NUMPY if gpu is None else _dlpack_like()
     if isinstance(value, str):
         return choice(name, value, words)
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return TORCH
-    numpy = sys.modules.get("numpy")
+    numpy = loaded("numpy")
     if gpu is None and numpy is not None and isinstance(value, numpy.ndarray):
         return Like("numpy", value.dtype.name in _CARRIERS)
     if gpu is not None and type(value).__module__.partition(".")[0] == "cupy":
@@ -391,7 +391,7 @@ def like_of(name: str, value: Any, gpu: int | None = None) -> Like:
 
 def is_torch_dtype(value: Any) -> bool:
     """True for a dtype object of torch."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     return torch is not None and isinstance(value, torch.dtype)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ferry import _ferry
-from ferry.arguments import INT64_MAX, UINT64_MAX, describe, instance, integer, refuse
+from ferry.arguments import INT64_MAX, UINT64_MAX, describe, instance, integer, loaded, refuse
 from ferry.group import Group
 from ferry.tensors import view
 
@@ -47,11 +46,11 @@ def _of_numpy(name: str, array: Any, numpy: Any) -> tuple[Any, str]:
 
 def _bytes_of(name: str, tensor: Any, writable: bool) -> tuple[_ferry.View, str]:
     """The bytes of a dense tensor of any dtype as u8, and its dtype and shape in words."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         plain, dtype = _of_torch(name, tensor, torch)
     else:
-        numpy = sys.modules.get("numpy")
+        numpy = loaded("numpy")
         if numpy is None or not isinstance(tensor, numpy.ndarray):
             refuse(name, describe(tensor), "an array of NumPy or torch")
         plain, dtype = _of_numpy(name, tensor, numpy)

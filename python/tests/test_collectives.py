@@ -3,8 +3,11 @@ arithmetic is tested in C++."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -57,6 +60,25 @@ def test_arrays_of_every_kind_are_reduced_in_place(domain_size: int) -> None:
         assert tagged.view(ml_dtypes.bfloat16).tolist() == [RANKS] * 4
 
     on_ranks(body, domain_size=domain_size)
+
+
+@pytest.mark.parametrize("name", ["torch", "numpy"])
+def test_a_module_that_another_thread_imports_is_in_nobodys_way(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = ModuleType(name)
+    half.__spec__ = ModuleSpec(name, None)
+    half.__spec__._initializing = True  # type: ignore[attr-defined]
+    x: Any = np.ones(3, np.float32) if name == "torch" else torch.ones(3)
+
+    def body(ranks: ferry.Collectives) -> None:
+        ranks.all_reduce(mine := x + 0)
+        assert mine.tolist() == [RANKS] * 3
+        with pytest.raises(ferry.InvalidArgumentError, match="x: got"):
+            ranks.all_reduce("x")
+
+    monkeypatch.setitem(sys.modules, name, half)
+    on_ranks(body)
 
 
 def test_blocks_go_where_they_belong() -> None:
