@@ -45,6 +45,8 @@ def from_process_group(pg: Any = None) -> Bootstrap:
             "no initialised process group",
             "torch.distributed.init_process_group to be called first",
         )
+    if dist.get_rank(pg) < 0:
+        refuse("from_process_group: pg", "a group without this rank", "one that this rank is in")
     bound = getattr(pg if pg is not None else dist.group.WORLD, "bound_device_id", None)
     on_gpu = isinstance(bound, torch.device) and bound.type == "cuda"
 

@@ -78,12 +78,15 @@ class FerryProcessGroup(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg, arg-type]
+        # A store may outlive a group and have its keys when the next group of that name is made.
+        before = (store.add(f"ferry/{size}", 1) - 1) // size
+        store = dist.distributed_c10d.PrefixStore(f"ferry/{size}/{before}", store)
         self._rank, self._size, self._store, self._limit = rank, size, store, timeout
         self._timeout = min(timeout.total_seconds(), _MOST_SECONDS)
         rounds = itertools.count()
 
         def all_gather(mine: bytes) -> list[bytes]:
-            key = f"ferry/{next(rounds)}"
+            key = str(next(rounds))
             store.set(f"{key}/{rank}", mine)
             return [store.get(f"{key}/{r}") for r in range(size)]
 
@@ -177,8 +180,13 @@ class FerryProcessGroup(dist.ProcessGroup):
                 # A call from what follows another one, which the thread waits for.
                 guarded(run, call, result)
                 return self._keep(FerryWork(result, self._timeout))
+            guarded(self._check_process)
             self._last = self._worker.submit(guarded, run, call, result)
             return self._keep(WorkerWork(self._last, result, self._timeout))
+
+    def _check_process(self) -> None:
+        """A forked child has no thread of the group, and would wait for it."""
+        _ = self._ranks.size
 
     def _keep(self, work: FerryWork) -> FerryWork:
         if _KEPT_WORKS:
@@ -256,6 +264,7 @@ class FerryProcessGroup(dist.ProcessGroup):
     ) -> FerryWork:
         def run() -> None:
             for output, parts in zip(outputs, inputs, strict=True):
+                _check_blocks(output, parts, self._rank, self._size)
                 for one in (output, *parts):
                     storage_of("ferry process group: tensor", one)
                 # Blocks may have sizes of their own: each is reduced by all, and kept by one.
@@ -354,8 +363,8 @@ class FerryProcessGroup(dist.ProcessGroup):
                 self._ranks.all_to_all(
                     _bytes_of(mine),
                     raw,
-                    send_counts=_byte_counts(mine, send_counts, self._size),
-                    recv_counts=_byte_counts(output, recv_counts, self._size),
+                    send_counts=_byte_counts("input", mine, send_counts, self._size),
+                    recv_counts=_byte_counts("output", output, recv_counts, self._size),
                 )
 
         return self._enter("all_to_all", opts, [output], run)
@@ -473,12 +482,32 @@ def _unpack(got: torch.Tensor, outs: list[torch.Tensor]) -> None:
             out.detach().copy_(part.clone().view(out.dtype).view(out.shape))
 
 
-def _byte_counts(tensor: torch.Tensor, rows: list[int], size: int) -> list[int]:
+def _check_blocks(output: torch.Tensor, blocks: list[torch.Tensor], rank: int, size: int) -> None:
+    """Of a reduce_scatter of lists."""
+    if len(blocks) != size:
+        refuse("reduce_scatter: input_list", f"{len(blocks)} tensors", f"{size}, one for each rank")
+    own = blocks[rank]
+    if (own.numel(), own.dtype) != (output.numel(), output.dtype):
+        refuse(
+            f"reduce_scatter: input_list[{rank}]",
+            f"{own.numel()} elements of {own.dtype}",
+            f"those of output, {output.numel()} of {output.dtype}",
+        )
+
+
+def _byte_counts(name: str, tensor: torch.Tensor, rows: list[int], size: int) -> list[int]:
     """Bytes of each block, of so many rows; equal blocks where none are given."""
+    if tensor.dim() == 0:
+        refuse(f"all_to_all: {name}", "a tensor without dimensions", "one with rows")
     if not rows:
         if len(tensor) % size:
-            refuse("all_to_all: tensor", f"{len(tensor)} rows", f"a multiple of {size}")
+            refuse(f"all_to_all: {name}", f"{len(tensor)} rows", f"a multiple of {size}")
         rows = [len(tensor) // size] * size
+    if len(rows) != size or sum(rows) != len(tensor):
+        got = f"{len(rows)} sizes, {sum(rows)} rows together"
+        refuse(
+            f"all_to_all: {name}_split_sizes", got, f"{size}, for the {len(tensor)} rows of {name}"
+        )
     row = tensor.nbytes // len(tensor) if len(tensor) else 0
     return [count * row for count in rows]
 

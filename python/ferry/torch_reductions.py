@@ -59,6 +59,12 @@ def all_reduce(ranks: Collectives, tensor: torch.Tensor, op: Any) -> None:
 def reduce_scatter(ranks: Collectives, out: torch.Tensor, whole: torch.Tensor, op: Any) -> None:
     """`out` takes block `rank` of the reduction of `whole`."""
     name = _name(op)
+    if whole.dtype != out.dtype or whole.numel() != ranks.size * out.numel():
+        refuse(
+            "reduce_scatter: input",
+            f"{whole.numel()} elements of {whole.dtype}",
+            f"{ranks.size} times the {out.numel()} of output, of {out.dtype}",
+        )
     real, blocks = _real(name, out), _real(name, whole).contiguous()
     dense = real.contiguous()
     known = _of_ferry(name, blocks)

@@ -176,7 +176,10 @@ class TransferWork(FerryWork):
         guarded(run)
 
     def is_completed(self) -> bool:
-        return self._end.ready()
+        if not self._end.ready():
+            return False
+        self.exception()  # finishes it: programs that ask read what was received
+        return True
 
     def exception(self) -> BaseException | None:
         if not self._end.ready():

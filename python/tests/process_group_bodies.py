@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +101,23 @@ def refusals() -> None:
         dist.all_reduce(x.to(torch.float8_e4m3fn))
     with pytest.raises(ferry.InvalidArgumentError, match="recv: src"):
         dist.recv(x)
+    rank, size = world()
+    short = [torch.ones(2 + r) for r in range(size - 1)]
+    with pytest.raises(ferry.InvalidArgumentError, match=f"input_list: got {size - 1} tensors"):
+        dist.reduce_scatter(torch.ones(2 + rank), short)
+    with pytest.raises(ferry.InvalidArgumentError, match=rf"input_list\[{rank}\]: got 3 elements"):
+        dist.reduce_scatter(x, [torch.ones(3)] * size)
+    for wrong in (torch.ones(size), torch.ones(4 * size, dtype=torch.float64)):
+        with pytest.raises(ferry.InvalidArgumentError, match=r"reduce_scatter: input: got \d+ el"):
+            dist.reduce_scatter_tensor(x, wrong)
+    one, two = [1] * size, [2] * size
+    for out, mine, from_, to in (
+        (torch.ones(0, 2), torch.ones(size, 2), one, one),
+        (torch.ones(size), torch.ones(size), one, two),
+        (torch.tensor(1.0), torch.ones(size), None, None),
+    ):
+        with pytest.raises(ferry.InvalidArgumentError, match=r"all_to_all: (in|out)put"):
+            dist.all_to_all_single(out, mine, from_, to)
     # The same as what other backends of torch raise.
     with pytest.raises(dist.DistBackendError, match="the number of elements is") as caught:
         dist.all_reduce(torch.ones(4 + dist.get_rank()))
@@ -189,6 +209,9 @@ def objects_and_groups() -> None:
         x = torch.ones(3)
         dist.all_reduce(x, group=ends)
         assert (x == 2).all()
+    else:
+        with pytest.raises(ferry.InvalidArgumentError, match="pg: got a group without this rank"):
+            ferry.torch.from_process_group(ends)
     pairs, _ = dist.new_subgroups(2)
     x = torch.full((2,), float(rank))
     dist.all_reduce(x, group=pairs)
@@ -231,6 +254,22 @@ def asynchronous() -> None:
     assert (a == size).all() and (b == size).all()
 
 
+def forks() -> None:
+    """A child that makes a call of its parent's group learns at once that it cannot."""
+    dist.barrier()
+    pid = os.fork()
+    if pid == 0:
+        kinds = set()
+        for waits in (False, True):
+            try:
+                work = dist.all_reduce(torch.ones(3), async_op=waits)
+                kinds.add("done" if work is None else str(work.wait(timedelta(seconds=1))))
+            except ferry.Error as error:
+                kinds.add(type(error).__name__)
+        os._exit(0 if kinds == {"UnsupportedError"} else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
 def transfers() -> None:
     rank, size = world()
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -249,6 +288,13 @@ def transfers() -> None:
         for work in dist.batch_isend_irecv(ops if rank % 2 else ops[::-1]):
             work.wait()
         assert (z == before).all()
+    # Who only asks whether it is over has what was received, too.
+    z = torch.zeros(5, 2)[:, 0]
+    recv, send = dist.irecv(z, before), dist.isend(torch.ones(5), after)
+    while not recv.is_completed():
+        time.sleep(1e-4)
+    assert (z == 1).all()
+    send.wait()
     if rank == 0:
         dist.send(torch.arange(5), 1)
         dist.send_object_list([{"a": 1}], 1)

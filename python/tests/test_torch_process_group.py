@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from rank_processes import RankProcesses
 
 import ferry.torch
-from ferry import torch_work
+from ferry import torch_process_group, torch_work
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -51,6 +53,7 @@ def test_the_import_registers_it() -> None:
         bodies.moves,
         bodies.objects_and_groups,
         bodies.asynchronous,
+        bodies.forks,
         bodies.transfers,
         bodies.data_parallel,
         bodies.other_devices,
@@ -69,6 +72,22 @@ def test_fully_shard_and_checkpoints(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_functional_collectives(run: Run, compiled: bool) -> None:
     run(bodies.functional, compiled)
+
+
+def test_a_store_serves_one_group_after_another() -> None:
+    store = dist.HashStore()
+
+    def one(rank: int) -> float:
+        time.sleep(0.2 * rank)  # rank 0 would find what rank 1 left there for the group before
+        group = torch_process_group.FerryProcessGroup(store, rank, 2, timedelta(seconds=30))
+        x = torch.ones(3)
+        group.allreduce([x]).wait()
+        group.shutdown()
+        return x[0].item()
+
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(one, range(2))) == [2, 2]
 
 
 def test_a_rank_that_leaves_is_named(run: Run) -> None:
