@@ -63,6 +63,7 @@ FORMATS = {
 _NO_SHARES: Sequence[int] = ()
 _NO_SMS = 0
 REDUCED_DTYPES = "f32, bf16, f16, i32, i64 or u8"
+MOVED_DTYPES = "f32, bf16, f16, e4m3, e5m2, i32, i64 or u8; of another one its bytes: .view(uint8)"
 
 
 class Choice(NamedTuple):
@@ -131,7 +132,7 @@ class Collectives:
 
     f32, bf16 and f16 are reduced in fp32, over the ranks of each domain in ascending order, then
     over the domains, and rounded once: every rank has the same bits, whatever the fabric. i32, i64
-    and u8 wrap around.
+    and u8 wrap around. Calls that only move take e4m3 and e5m2, too, and of other dtypes the bytes.
 
     Args:
         bootstrap: how the ranks find each other: `threads`, `tcp`, `from_environment`, ...
@@ -314,7 +315,7 @@ class Collectives:
     def all_gather(
         self, x: Any, out: Any, *, dtype: Any = None, stream: Any = None, num_sms: int = _NO_SMS
     ) -> _ferry.Event:
-        """Collective. `out` takes x of all ranks, in ascending order; any dtype. x may be block
+        """Collective. `out` takes x of all ranks, in ascending order. x may be block
         `rank` of `out`."""
         place = self._streams.place("all_gather", stream, x)
         event = self._raw.all_gather(
@@ -328,7 +329,7 @@ class Collectives:
     def broadcast(
         self, x: Any, root: int, *, dtype: Any = None, stream: Any = None, num_sms: int = _NO_SMS
     ) -> _ferry.Event:
-        """Collective. Overwrites x with that of rank `root`; any dtype."""
+        """Collective. Overwrites x with that of rank `root`."""
         place = self._streams.place("broadcast", stream, x)
         event = self._raw.broadcast(
             _view("broadcast: x", x, dtype, place, True),
@@ -350,7 +351,7 @@ class Collectives:
         num_sms: int = _NO_SMS,
     ) -> _ferry.Event:
         """Collective. Block p of x goes to rank p; `out` takes what comes, in ascending order of
-        the sources; any dtype.
+        the sources.
 
         send_counts, recv_counts: elements for each rank and from each, both or none; None: equal
         blocks. Raises `MismatchError` on all ranks where one expects another number than it is
@@ -381,7 +382,7 @@ class Collectives:
     def send(
         self, x: Any, peer: int, tag: int = 0, *, dtype: Any = None, stream: Any = None
     ) -> _ferry.Event:
-        """Between two ranks: x, of any dtype, goes to rank `peer`, which receives it into an array
+        """Between two ranks: x goes to rank `peer`, which receives it into an array
         of as many bytes. Ends when the peer has asked for it. Transfers of two
         ranks match by tag, in the order in which they begin: on one stream, or without, that of
         the calls; on several streams give them tags of their own. Where sizes differ, both raise
@@ -494,7 +495,7 @@ def _view(
     dtype: Any,
     place: Place = CPU,
     writable: bool = False,
-    expected: str = "",
+    expected: str = MOVED_DTYPES,
 ) -> _ferry.View:
     if dtype is None and place.gpu is None:
         plain = plain_view(name, value, writable)

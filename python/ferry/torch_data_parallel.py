@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -87,7 +88,7 @@ class DistributedDataParallel(nn.Module):
         optional(f"{name}: collectives", collectives, Collectives, "a ferry.Collectives")
         way = check_way(name, format, algorithm)
         finds_unused = flag(f"{name}: find_unused_parameters", find_unused_parameters)
-        if not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
+        if not isinstance(bucket_cap_mb, (int, float)) or not 0 < bucket_cap_mb < math.inf:
             refuse(f"{name}: bucket_cap_mb", repr(bucket_cap_mb), "a number of MiB above 0")
         self._broadcasts = flag(f"{name}: broadcast_buffers", broadcast_buffers)
         self._owns = collectives is None

@@ -133,6 +133,17 @@ def test_sums_cross_between_domains_in_codes(format: str) -> None:
     assert sum(chunks for _, chunks in results) >= 1
 
 
+def test_what_to_do_with_other_dtypes_is_said() -> None:
+    def body(ranks: ferry.Collectives) -> None:
+        x, out = np.ones(2), np.empty((RANKS, 2))
+        with pytest.raises(ferry.InvalidArgumentError, match=r"float64; .* its bytes: \.view"):
+            ranks.all_gather(x, out)
+        ranks.all_gather(x.view(np.uint8), out.view(np.uint8))
+        assert (out == 1).all()
+
+    on_ranks(body)
+
+
 def test_a_gradient_that_the_call_would_drop_is_refused() -> None:
     def body(ranks: ferry.Collectives) -> None:
         x = torch.ones(3, requires_grad=True)

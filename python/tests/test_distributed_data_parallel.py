@@ -4,6 +4,7 @@ bit, and torch's DDP with the hook of Ferry, beside torch's own over Gloo."""
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -325,6 +326,7 @@ def test_what_cannot_be_is_refused_with_words() -> None:
                 {"format": "e4m3", "algorithm": "ring"},
             ),
             ("bucket_cap_mb: got 0", lambda: nn.Linear(8, 4), {"bucket_cap_mb": 0}),
+            ("bucket_cap_mb: got inf", lambda: nn.Linear(8, 4), {"bucket_cap_mb": math.inf}),
             ("device_ids: got [0]", lambda: nn.Linear(8, 4), {"device_ids": [0]}),
             ("static_graph: got True", lambda: nn.Linear(8, 4), {"static_graph": True}),
         ]
