@@ -64,11 +64,20 @@ def take_new_names(call: str, names: dict[str, str], keywords: dict[str, Any]) -
         keywords[new] = keywords.pop(old)
 
 
+_loaded: dict[str, Any] = {}
+
+
 def loaded(name: str) -> Any:
     """A module that is imported. None also while another thread still imports it: nothing of it is
     there yet, and no value is."""
-    module = sys.modules.get(name)
-    return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
+    module = _loaded.get(name)
+    if module is None:
+        module = sys.modules.get(name)
+        if getattr(getattr(module, "__spec__", None), "_initializing", False):
+            return None
+        if module is not None:
+            _loaded[name] = module
+    return module
 
 
 def tensor_words(value: object) -> str | None:
