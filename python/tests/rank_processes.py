@@ -71,6 +71,14 @@ def serve(pipe: Connection, device: str, rank: int, one: Any) -> None:
             pipe.send((False, (type(error).__name__, traceback.format_exc())))
 
 
+def forks(*imported: str) -> Any:
+    """Starts processes that are forks of one, which has imported what takes long (torch._dynamo: of
+    every layer); nothing of Ferry or of CUDA is made there. `imported`: of the first call alone."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "ferry.torch", *imported])
+    return context
+
+
 class RankProcesses:
     """`size` processes on a device. `one` runs a body there, as `exchange` does. `imported`: what
     the process imports whose forks the ranks are; of the first of these objects in a program."""
@@ -82,10 +90,7 @@ class RankProcesses:
         self.children: list[tuple[Any, Connection]] = []
 
     def start(self) -> None:
-        # One process imports what takes long, once, and the ranks are its forks; nothing of Ferry
-        # or of CUDA is made there.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", *self.imported])
+        context = forks(*self.imported)
         for rank in range(self.size):
             mine, theirs = context.Pipe()
             child = context.Process(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import signal
 from typing import Any
 
 import balance_bodies as bodies
 import pytest
 import torch
-from rank_processes import free_port
+from rank_processes import forks, free_port
 from rank_threads import run_threads
 from torch.utils.checkpoint import checkpoint
 
@@ -204,8 +203,7 @@ def _rank(rank: int, port: int, victim: int, calls: int, during: bool, words: An
 def test_a_rank_dies_while_copies_or_gradients_move(calls: int, during: bool) -> None:
     """The others name it, and use no copy or gradient of which they may have a part."""
     victim, port = 3, free_port()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "ferry.torch"])
+    context = forks()
     words = context.Queue()
     processes = [
         context.Process(target=_rank, args=(rank, port, victim, calls, during, words))
