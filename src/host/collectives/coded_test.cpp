@@ -3,7 +3,10 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <map>
+#include <mutex>
 #include <random>
+#include <tuple>
 
 #include "core/collective_shares.hpp"
 #include "host/collectives/engine.hpp"
@@ -31,11 +34,15 @@ std::int64_t round_of(const Domains& domains) {
   return round;
 }
 
-/// Like gradients: of another size in each part.
-std::vector<Floats> gradients_of(std::int64_t count, int ranks, unsigned seed) {
+/// Like gradients: of another size in each part. Kept, as `inputs_of`.
+const std::vector<Floats>& gradients_of(std::int64_t count, int ranks, unsigned seed) {
+  static std::mutex mutex;
+  static std::map<std::tuple<std::int64_t, int, unsigned>, std::vector<Floats>> drawn;
+  const std::scoped_lock lock(mutex);
+  std::vector<Floats>& all = drawn[{count, ranks, seed}];
+  if (!all.empty()) return all;
   std::mt19937 random(kSeed + seed);
   std::normal_distribution<float> normal;
-  std::vector<Floats> all;
   for (int r = 0; r < ranks; ++r) {
     Floats& mine = all.emplace_back(index(count));
     for (std::size_t i = 0; i < mine.size(); ++i) {
