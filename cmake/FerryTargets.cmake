@@ -28,13 +28,9 @@ target_include_directories(ferry_options INTERFACE
   $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/src>)
 
 # Precompiled headers of the standard library, and for tests of GoogleTest: reading them is more than
-# half of compiling a file. TESTS: only for test programs, where a compiler cache shares the library's
-# objects between builds (host, cuda, the package).
-set(FERRY_PCH OFF CACHE STRING "Compile with precompiled headers: OFF, TESTS or ALL")
-set_property(CACHE FERRY_PCH PROPERTY STRINGS OFF TESTS ALL)
-if(NOT FERRY_PCH MATCHES "^(OFF|TESTS|ALL)$")
-  message(FATAL_ERROR "FERRY_PCH is '${FERRY_PCH}': it must be OFF, TESTS or ALL")
-endif()
+# half of compiling a file. A compiler cache shares them, and objects made with them, between builds with
+# the same options (host, cuda, the package).
+option(FERRY_PCH "Compile with precompiled headers" OFF)
 # Most tests compile longer than they run.
 set(FERRY_TEST_OPTIONS "" CACHE STRING "Options of the compiler for test programs")
 
@@ -53,7 +49,7 @@ function(ferry_use_pch target pch)
     endif()
   endif()
 endfunction()
-if(FERRY_PCH STREQUAL "ALL")
+if(FERRY_PCH)
   ferry_make_pch(ferry_pch)
 endif()
 

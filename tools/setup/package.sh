@@ -69,6 +69,7 @@ echo "$engine (FERRY_CUDA=0 or 1 decides)"
 echo 'building the Python package and the command line into .venv'
 if ! .venv/bin/python -m pip install --verbose --disable-pip-version-check --no-build-isolation \
   --no-deps --force-reinstall --config-settings=build-dir=build/python \
+  --config-settings=cmake.define.FERRY_PCH=ON \
   --config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$architectures . 2>&1 |
   tee "$log" | show_steps; then
   tail -n 60 "$log" >&2

@@ -52,6 +52,12 @@ class NamedEvent final : public Event::State {
   int self_;
 };
 
+KeptError destroyed(const CrossingTransfer& one, const char* when) {
+  std::string text(one.call());
+  text.append(": the collectives were destroyed").append(when);
+  return KeptError::of(Error(ErrorKind::destroyed, text));
+}
+
 }  // namespace
 
 Event DomainCollectives::transfer(bool sends, const TensorView& x, int peer, int tag,
@@ -247,9 +253,7 @@ bool DomainTransfers::step(CrossingTransfer& one, Order& waiting) {
     if (const auto error = owner_.dead()) {
       one.error = KeptError::of(*error);
     } else if (abandoned || (stopped_.load(std::memory_order_acquire) && told < kHere)) {
-      one.error = KeptError::of(Error(ErrorKind::destroyed, std::string(one.call()) +
-                                                                ": the collectives were destroyed "
-                                                                "before its stream came to it"));
+      one.error = destroyed(one, " before its stream came to it");
     } else if (const Order::value_type like{one.sends, one.peer, one.tag};
                told >= kHere && !waiting.contains(like)) {
       begin(one);
@@ -311,8 +315,7 @@ void DomainTransfers::give_up() {
     if (one->ready()) continue;
     one->release();
     keep_for_ever(*one);
-    one->error = KeptError::of(
-        Error(ErrorKind::destroyed, std::string(one->call()) + ": the collectives were destroyed"));
+    one->error = destroyed(*one, "");
     one->end();
   }
 }
