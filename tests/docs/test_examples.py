@@ -63,6 +63,10 @@ class Block:
         return self.mark.removeprefix("survive=") if self.mark.startswith("survive=") else ""
 
     @property
+    def starts_ranks(self) -> bool:
+        return bool(self.ranks or self.elastic or self.survive)
+
+    @property
     def needs(self) -> str:
         return self.mark.removeprefix("needs=") if self.mark.startswith("needs=") else ""
 
@@ -128,7 +132,7 @@ def run(command: list[str], where: Path) -> str:
 
 
 def under_ferry(block: Block, command: list[str]) -> list[str]:
-    if not block.ranks and not block.elastic and not block.survive:
+    if not block.starts_ranks:
         return command
     ferry = shutil.which("ferry", path=PLACES)
     assert ferry, "the command `ferry` is not built: make package"
@@ -194,7 +198,7 @@ def test_block(block: Block, request: pytest.FixtureRequest, tmp_path: Path) -> 
             compile(block.code, block.page, "exec")
         else:
             python = [sys.executable]
-            if (block.ranks or block.survive) and "import torch" in block.code:
+            if block.starts_ranks and "import torch" in block.code:
                 python = request.getfixturevalue("with_torch")
             run(under_ferry(block, [*python, str(program)]), tmp_path)
         return
