@@ -53,6 +53,7 @@ while not back:
         if group.rank in victims and step == 5 and not boot.joins:
             os.kill(os.getpid(), signal.SIGKILL)
         group.barrier()
+        time.sleep(0.05)  # others shall have processors, too
         changed = group.commit(step)
     except (ferry.PeerFailedError, ferry.DeadlineExceededError):
         changed = True
@@ -100,6 +101,7 @@ while not back:
     try:
         step = group.view().step + 1
         group.barrier()
+        time.sleep(0.05)  # others shall have processors, too
         changed = group.commit(step)
         if step == 5 and not boot.joins:
             say(going=True)
