@@ -16,6 +16,9 @@ ranges            calls as they are, against calls that look for no profiler
 log               FERRY_LOG=info
 trace             a trace that runs
 against the base  metrics, where that Ferry has none
+
+At last the ranges of the two calls of a round by themselves, in a loop around an empty function,
+as a share of a round: pairs would take hours to tell what is less than 0.1 %.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ import argparse
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 
 import job
 
@@ -144,6 +149,26 @@ def judged(name: str, low: float, high: float) -> str:
     return f"; at most {bar} %: {verdict}"
 
 
+def range_ns() -> float:
+    """Nanoseconds that a range adds to a call with two positional arguments and a keyword."""
+    from ferry.trace import ranged
+
+    class Calls:
+        def plain(self, x: object, routes: object, *, hook: bool = False) -> None:
+            pass
+
+        called = ranged("empty")(plain)
+
+    def loop_ns(call: Callable[..., None]) -> float:
+        begin = time.thread_time_ns()
+        for _ in range(20000):
+            call(None, None, hook=False)
+        return (time.thread_time_ns() - begin) / 20000
+
+    calls = Calls()
+    return statistics.median(loop_ns(calls.called) - loop_ns(calls.plain) for _ in range(100))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--base", help="an interpreter with another Ferry")
@@ -151,7 +176,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--processes", type=int, default=10)
     options = parser.parse_args()
-    here = sys.executable
+    here, rounds_us = sys.executable, []
     for name in WAYS:
         if name == "against the base" and not options.base:
             continue
@@ -167,6 +192,9 @@ def main() -> None:
             f"{judged(name, low, high)}",
             flush=True,
         )
+        rounds_us.append(statistics.median(plain for plain, _ in pairs))
+    alone = range_ns()
+    print(f"ranges alone: {alone:.0f} ns a call, {0.2 * alone / min(rounds_us):.3f} % of a round")
 
 
 if __name__ == "__main__":

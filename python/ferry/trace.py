@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 # json, pathlib, statistics and zlib are imported where they are used: `import ferry` does without.
+from ferry import _ferry
 from ferry.arguments import refuse, take_new_names
 from ferry.errors import MismatchError
 
@@ -31,8 +32,8 @@ Stamps = list[tuple[int, int]]
 
 def ranged(name: str, **names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """For calls: while torch's profiler runs they are ranges of this name (`record_function`, and
-    with `emit_nvtx` NVTX), and with FERRY_NVTX=1 NVTX ranges always. `names`: as in
-    `renamed_keywords`, here so that a call goes through one function and not two."""
+    with `emit_nvtx` NVTX), and with FERRY_NVTX=1 NVTX ranges always. Otherwise they cost a look
+    for the profiler, from C. `names`: as in `renamed_keywords`."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         called = f"{function.__qualname__}()"
@@ -50,7 +51,9 @@ def ranged(name: str, **names: str) -> Callable[[Callable[P, T]], Callable[P, T]
                     return function(*args, **keywords)
             return function(*args, **keywords)
 
-        return call
+        if _NVTX:
+            return call
+        return functools.update_wrapper(_ferry.ranged_call(function, call, (*names,)), function)
 
     return decorate
 

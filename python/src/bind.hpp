@@ -1,4 +1,4 @@
-// One function for each public header; module.cpp calls them all.
+// One function for each public header, and for ranges of profilers; module.cpp calls them all.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -17,6 +17,7 @@ void bind_group(nanobind::module_& module);
 void bind_latency(nanobind::module_& module);
 void bind_collectives(nanobind::module_& module);
 void bind_observe(nanobind::module_& module);
+void bind_ranged(nanobind::module_& module);
 void bind_vault(nanobind::module_& module);
 
 }  // namespace ferry::python

@@ -19,6 +19,7 @@ NB_MODULE(_ferry, m) {
   fp::bind_bootstrap(m);
   fp::bind_network(m);
   fp::bind_observe(m);
+  fp::bind_ranged(m);
   fp::bind_plan(m);
   fp::bind_experts(m);
   fp::bind_group(m);

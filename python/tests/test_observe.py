@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -372,6 +374,19 @@ def test_calls_are_ranges_of_the_profiler() -> None:
         assert names >= {"ferry.latency_dispatch.receive", "ferry.latency_combine"}
 
     run_ranks(1, body)
+
+
+def test_without_a_profiler_no_function_of_python_is_around_a_call() -> None:
+    group = ferry.Group(ferry.threads(1)[0], experts=8)
+    with pytest.raises(ferry.InvalidArgumentError) as error:
+        group.plan(np.zeros((2, 1, 1), np.int64))
+    files = [Path(frame.filename).name for frame in traceback.extract_tb(error.value.__traceback__)]
+    assert files[:2] == [Path(__file__).name, "group.py"], files
+    assert ferry.Group.plan.__doc__ and ferry.Group.plan.__name__ == "plan"
+    assert list(inspect.signature(group.plan).parameters)[0] == "topk_idx"
+    with pytest.raises(TypeError, match="unexpected keyword argument 'route'"):
+        group.dispatch(X, route=ROUTES)  # type: ignore[call-arg]
+    group.destroy()
 
 
 LEFT_ON = """
