@@ -268,7 +268,7 @@ def words_of(name: str, f: dict[str, float]) -> str:
 def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
-    boot = ferry.from_environment()
+    boot = job.bootstrap(ranks=1)
     if args.device == "cuda":
         torch.cuda.set_device(boot.rank % torch.cuda.device_count())
     comm = Comm(boot)

@@ -21,6 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import job
 from observe_cost import median_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +31,7 @@ LINE = re.compile(r"step (\d+) ranks (\d+) loss (\S+)")
 
 def run(command: list[str], killed_at: int) -> dict[str, object]:
     """New steps and when rank 0 said them, in seconds after the last before the death."""
+    job.say_progress(f"{Path(command[0]).name}: starting")
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     steps: list[tuple[float, int, int]] = []
@@ -40,8 +42,8 @@ def run(command: list[str], killed_at: int) -> dict[str, object]:
             losses[step] = float(found[3])
             if step > (steps[-1][1] if steps else 0):
                 steps.append((time.monotonic(), step, ranks))
-                if step % 20 == 0:
-                    print(line, end="", file=sys.stderr, flush=True)
+                job.say_progress(line.rstrip())
+    job.say_progress("")
     if child.wait() != 0:
         raise SystemExit(f"{command[0]} ended with {child.returncode}")
     death = next(at for at, step, _ in steps if step == killed_at - 1)

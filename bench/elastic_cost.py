@@ -83,7 +83,7 @@ def main() -> None:
     given.steps = given.steps or (50 if given.decode else 4)
     given.tokens = given.tokens or (8 if given.decode else 1024)
     elastic = "" if given.decode else "cost"
-    group = ferry.Group(ferry.from_environment(), experts=EXPERTS, elastic=elastic)
+    group = ferry.Group(job.bootstrap(ranks=2), experts=EXPERTS, elastic=elastic)
     steps = (Decode if given.decode else Steps)(group, given.tokens)
     steps.block(given.steps, True)
     pairs = []

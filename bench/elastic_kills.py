@@ -190,6 +190,8 @@ def row(name: str, kills: list[dict[str, float]]) -> str:
 
 
 def main() -> None:
+    import job
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=20)
     parser.add_argument("--kills", type=int, default=200)
@@ -201,6 +203,7 @@ def main() -> None:
     given = parser.parse_args()
     given.of_a_run = min(given.of_a_run, given.ranks // 2, given.kills)
     steps = FIRST + APART * given.of_a_run
+    job.say_progress("undisturbed, 2 ranks")
     undisturbed, _, _ = train_once(given, 2, steps, 0.0, {})
     chosen = random.Random(given.seed)
     by_stage: dict[str, list[dict[str, float]]] = {stage: [] for stage in STAGES}
@@ -212,6 +215,7 @@ def main() -> None:
             str(FIRST + APART * i): (rank, STAGES[(count + i) % len(STAGES)])
             for i, rank in enumerate(ranks)
         }
+        job.say_progress(f"{count} of {given.kills} kills")
         losses, kills, said = train_once(given, given.ranks, steps, given.row_seconds, victims)
         if kills.keys() != victims.keys() or losses.keys() != undisturbed.keys():
             raise SystemExit(f"killed {kills.keys()} of {victims}; {len(losses)} losses")
@@ -221,7 +225,7 @@ def main() -> None:
         for step, at in kills.items():
             by_stage[victims[step][1]].append(figures_of(at, said))
         count += len(kills)
-        print(f"{count} of {given.kills} kills", file=sys.stderr, flush=True)
+    job.say_progress("")
     every = [one for some in by_stage.values() for one in some]
     print("killed before    n    failed p50,99   regrouped         settled        computed"
           "  committed-step            step")  # fmt: skip

@@ -60,6 +60,8 @@ def main() -> None:
     parser.add_argument("--kill", required=True, metavar="RANK:STEP")
     parser.add_argument("--checkpoint", type=int, required=True, metavar="STEPS")
     given = parser.parse_args()
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        parser.error("torchrun has not started this; bench/elastic.py does so")
     trainer = Restarted(given.folder, given.row_seconds, given.port)
     first_time = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     while trainer.step < given.steps:

@@ -82,6 +82,7 @@ def run_rank(given: argparse.Namespace) -> None:
     runs = []
     for seed in given.seeds:
         for format in given.formats:
+            job.say_progress(f"{format}, seed {seed}: starting")
             settings = replace(Settings(steps=given.steps), seed=seed)
             with (
                 ferry.Group(bootstrap, experts=settings.experts) as group,
@@ -90,9 +91,11 @@ def run_rank(given: argparse.Namespace) -> None:
                 trainer = Compressed(settings, group, ranks, format)
                 steps = job.shown(range(given.steps), f"{format}, seed {seed}")
                 losses = [trainer.step(number) for number in steps]
+                job.say_progress(f"{format}, seed {seed}: held-out loss")
                 held_out = trainer.held_out_loss(settings.held_out_windows)
                 used = ranks.compression()
                 dist.barrier()
+            job.say_progress("")
             runs.append({
                 "seed": seed,
                 "format": format,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import datetime
 import json
 import os
@@ -12,12 +13,16 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import plot_figures
+
+if TYPE_CHECKING:
+    import ferry
 
 T = TypeVar("T")
 
@@ -35,8 +40,24 @@ def free_port() -> int:
             return port
 
 
+def own_rank() -> str | None:
+    """None: this process is no rank."""
+    return os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
+
+
 def is_rank() -> bool:
     return "RANK" in os.environ
+
+
+def bootstrap(ranks: int) -> ferry.Bootstrap:
+    """Of this rank. Ends the program where no launcher has started ranks, with the command."""
+    import ferry
+
+    try:
+        return ferry.from_environment()
+    except ferry.InvalidArgumentError as error:
+        program = f"ferry run -n {ranks} -- python {' '.join(sys.argv)}"
+        raise SystemExit(f"{Path(sys.argv[0]).stem}: {error}\nHere: {program}") from None
 
 
 def gpu_count() -> int:
@@ -60,14 +81,20 @@ def environment(**variables: str) -> dict[str, str]:
 
 def launch(ranks: int, **variables: str) -> int:
     """Runs this program once for each rank; returns the first exit code that is not 0."""
-    say_progress(f"{Path(sys.argv[0]).stem}: {ranks} ranks start", at_once=True)
+    program = Path(sys.argv[0]).stem
+    print(f"{program}: {ranks} ranks start", file=sys.stderr, flush=True)
     env = environment(WORLD_SIZE=str(ranks), **variables)
     command = [sys.executable, *sys.argv]
     processes = [
         subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(ranks)
     ]
-    return next((code for code in [process.wait() for process in processes] if code), 0)
+    codes = []
+    for process in processes:
+        codes.append(process.wait())
+        say_progress(f"{program}: {len(codes)} of {ranks} ranks have ended")
+    say_progress("")
+    return next((code for code in codes if code), 0)
 
 
 def run_exchange(args: argparse.Namespace, run_rank: Callable[[argparse.Namespace], None]) -> int:
@@ -85,28 +112,58 @@ def run_exchange(args: argparse.Namespace, run_rank: Callable[[argparse.Namespac
     return 0
 
 
-said_last = time.monotonic()  # by `say_progress`
+class Progress:
+    """What this process is at, on stderr: on a terminal in place, until more is said; in a pipe a
+    line each two seconds. A thread says it again while nothing new comes."""
+
+    EVERY = 2.0  # seconds
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._words = ""
+        self._since = self._said = time.monotonic()
+        self._repeats = False
+
+    def say(self, words: str) -> None:
+        """Of rank 0, and of what is no rank. Empty: nothing more, until there is."""
+        if own_rank() not in (None, "0"):
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._words, self._since = words, now
+            if sys.stderr.isatty() or (words and now - self._said >= self.EVERY):
+                self._show(words, now)
+            if words and not self._repeats:
+                self._repeats = True
+                threading.Thread(target=self._repeat, daemon=True).start()
+                atexit.register(self.say, "")
+
+    def _show(self, words: str, now: float) -> None:
+        self._said = now
+        begin, end = ("\r\x1b[K", "") if sys.stderr.isatty() else ("", "\n")
+        print(f"{begin}{words}", end=end, file=sys.stderr, flush=True)
+
+    def _repeat(self) -> None:
+        while True:
+            time.sleep(max(0.1, self._said + self.EVERY - time.monotonic()))
+            with self._lock:
+                now = time.monotonic()
+                if self._words and now - self._said >= self.EVERY:
+                    seconds = f", {now - self._since:.0f} s" if now - self._since >= 1 else ""
+                    self._show(f"{self._words}{seconds}", now)
 
 
-def say_progress(words: str, at_once: bool = False) -> None:
-    """On stderr: on a terminal in place, until more is said; in a pipe a line each two seconds."""
-    global said_last
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{words}", end="", file=sys.stderr, flush=True)
-    elif words and (at_once or time.monotonic() - said_last >= 2):
-        said_last = time.monotonic()
-        print(words, file=sys.stderr, flush=True)
+say_progress = Progress().say
+if own_rank() is not None:  # before torch is imported, which takes seconds
+    say_progress(f"{Path(sys.argv[0]).stem}: starting")
 
 
 def shown(steps: Collection[T], words: str) -> Iterator[T]:
     """The steps. Rank 0 says how far they are."""
-    says = os.environ.get("RANK", "0") == "0"
     for at, step in enumerate(steps):
-        if says:
-            say_progress(f"{words}: {at} of {len(steps)}")
+        say_progress(f"{words}: {at} of {len(steps)}")
         yield step
-    if says:
-        say_progress("")
+    say_progress("")
 
 
 def percentile(values: list[float], share: float) -> float:

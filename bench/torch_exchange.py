@@ -375,6 +375,7 @@ def run_rank(args: argparse.Namespace) -> None:
     results = []
     for tokens in args.tokens:
         for dtype in dtypes:
+            job.say_progress(f"{tokens} tokens: results are checked")
             exchange = Exchange(args, group, tokens, dtype)
             lines = measure(exchange, sample)
             del exchange

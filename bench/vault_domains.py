@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 
+import job
 import numpy as np
 
 import ferry
@@ -23,7 +24,7 @@ ROUNDS, DOMAIN = 15, 2
 
 def main() -> None:
     mib = int(sys.argv[1]) if len(sys.argv) > 1 else 16
-    boot = ferry.from_environment()
+    boot = job.bootstrap(ranks=6)
     group = ferry.Group(boot, experts=boot.size, domain_size=DOMAIN, network="ofi")
     state = np.arange(mib << 17, dtype=np.float64)
     out = np.empty_like(state)
@@ -32,7 +33,7 @@ def main() -> None:
     vault.recover([wanted])
     vault.put(0, {group.rank: state})
     slowest = []
-    for step in range(1, ROUNDS + 1):
+    for step in job.shown(range(1, ROUNDS + 1), "rounds"):
         group.commit(step)
         group.barrier()
         start = time.perf_counter()

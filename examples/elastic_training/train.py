@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import time
 
 import numpy as np
@@ -118,7 +119,10 @@ def main() -> None:
         help="at this step; +STEP: so many after all were back",
     )
     given = parser.parse_args()
-    trainer = Trainer(given.deadline, given.row_seconds)
+    try:
+        trainer = Trainer(given.deadline, given.row_seconds)
+    except ferry.InvalidArgumentError as error:  # no launcher has started ranks
+        parser.error(f"{error}. Here: ferry run --elastic 2:4 -- python {sys.argv[0]}")
     view = trainer.group.view()
     changed = True
     was_lost = trainer.boot.joins

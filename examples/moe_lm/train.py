@@ -140,7 +140,9 @@ def run_ranks(
     command += ["--device", device, "--stop-after", str(steps)]
     # One thread a rank, also in libraries that torch loads.
     environment = dict(os.environ, OMP_NUM_THREADS="1")
-    started = time.perf_counter()
+    started = said = time.perf_counter()
+    if not progress.console.is_terminal:
+        progress.console.print(f"{name}: starting")
     with (out / "log.txt").open("w") as log:
         job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
@@ -149,10 +151,13 @@ def run_ranks(
                 doing = "evaluating" if last else "training"
                 loss = f"{line['loss']:.3f}"
                 progress.update(task, completed=line["step"], loss=loss, doing=doing)
-                if "held_out" in line and not progress.console.is_terminal:
+                if progress.console.is_terminal:
+                    continue
+                if "held_out" in line or time.perf_counter() - said >= 2:
+                    said = time.perf_counter()
+                    held_out = f", held out {line['held_out']:.3f}" if "held_out" in line else ""
                     progress.console.print(
-                        f"{name}: step {line['step']} of {steps}, "
-                        f"loss {loss}, held out {line['held_out']:.3f}"
+                        f"{name}: step {line['step']} of {steps}, loss {loss}{held_out}"
                     )
         finally:
             end(job)

@@ -199,6 +199,8 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=Settings.held_out_windows)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("RANK is not set; start train.py, which starts the ranks with `ferry run`")
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     where: dict[str, Any] = {}
