@@ -3,8 +3,6 @@
 // A function of Python around each call, which looks for the profiler, takes 60 to 270 ns of every
 // call: more than 0.1 % of a decode round. This callable looks from C and passes the arguments on
 // as they lie.
-#include <structmember.h>
-
 #include <cstddef>
 
 #include "bind.hpp"
@@ -95,15 +93,14 @@ PyTypeObject* ranged_type() {
       {}};
   static PyGetSetDef attributes[] = {
       {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, nullptr, nullptr}, {}};
-  static PyType_Slot slots[] = {
-      {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-      {Py_tp_descr_get, reinterpret_cast<void*>(bind_to)},
-      {Py_tp_traverse, reinterpret_cast<void*>(visit_ranged)},
-      {Py_tp_clear, reinterpret_cast<void*>(clear_ranged)},
-      {Py_tp_dealloc, reinterpret_cast<void*>(free_ranged)},
-      {Py_tp_members, members},
-      {Py_tp_getset, attributes},
-      {}};
+  static PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+                                {Py_tp_descr_get, reinterpret_cast<void*>(bind_to)},
+                                {Py_tp_traverse, reinterpret_cast<void*>(visit_ranged)},
+                                {Py_tp_clear, reinterpret_cast<void*>(clear_ranged)},
+                                {Py_tp_dealloc, reinterpret_cast<void*>(free_ranged)},
+                                {Py_tp_members, members},
+                                {Py_tp_getset, attributes},
+                                {}};
   static PyType_Spec spec{"ferry._ferry.Ranged", sizeof(Ranged), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
                               Py_TPFLAGS_METHOD_DESCRIPTOR,

@@ -383,7 +383,7 @@ def test_without_a_profiler_no_function_of_python_is_around_a_call() -> None:
     files = [Path(frame.filename).name for frame in traceback.extract_tb(error.value.__traceback__)]
     assert files[:2] == [Path(__file__).name, "group.py"], files
     assert ferry.Group.plan.__doc__ and ferry.Group.plan.__name__ == "plan"
-    assert list(inspect.signature(group.plan).parameters)[0] == "topk_idx"
+    assert next(iter(inspect.signature(group.plan).parameters)) == "topk_idx"
     with pytest.raises(TypeError, match="unexpected keyword argument 'route'"):
         group.dispatch(X, route=ROUTES)  # type: ignore[call-arg]
     group.destroy()
