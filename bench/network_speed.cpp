@@ -13,10 +13,12 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <fstream>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -29,6 +31,7 @@
 #include "tools/ferry/bench/report.hpp"
 #include "tools/ferry/doctor/machine.hpp"
 #include "tools/ferry/number.hpp"
+#include "tools/ferry/progress.hpp"
 #include "tools/ferry/run/ranks.hpp"
 #include "tools/ferry/run/shared_array.hpp"
 
@@ -211,7 +214,9 @@ void move_to(const std::pair<std::string, std::string>& host) {
   setenv("FERRY_HOST", host.second.c_str(), 1);
 }
 
-void run_rank(const Options& o, const Board& board, const std::shared_ptr<Bootstrap>& bootstrap) {
+/// done: measurements, rounds that are not counted included; rank 0 counts.
+void run_rank(const Options& o, const Board& board, int& done,
+              const std::shared_ptr<Bootstrap>& bootstrap) {
   const int rank = bootstrap->rank();
   if (!o.hosts.empty()) move_to(o.hosts[static_cast<std::size_t>(rank)]);
   if (o.pin != 0 && !pin_to_core(rank)) fmt::print(stderr, "cannot pin a rank\n");
@@ -225,6 +230,7 @@ void run_rank(const Options& o, const Board& board, const std::shared_ptr<Bootst
         for (int i = 0; i < all[m].repeats; ++i) all[m].run(pair);
         return 0;
       });
+      if (rank == 0) std::atomic_ref(done).fetch_add(1, std::memory_order_relaxed);  // only shown
       if (round >= 0) board[place(m, round, bootstrap->rank(), o)] = us / all[m].repeats;
     }
     pair.drop();
@@ -250,8 +256,16 @@ int run(const Options& o, const std::string& command) {
   cli::RankRun job;
   job.ranks = 2;
   job.processes = true;
-  const auto failures = cli::run_ranks(
-      job, [&](int, std::shared_ptr<Bootstrap> bootstrap) { run_rank(o, board, bootstrap); });
+  const cli::SharedArray<int> done(1);
+  auto progress = std::make_unique<cli::Progress>("network_speed",
+                                                  static_cast<int>(all.size()) * (o.rounds + 1));
+  job.tick = [&] {
+    progress->show(std::atomic_ref(done[0]).load(std::memory_order_relaxed), "measuring");
+  };
+  const auto failures = cli::run_ranks(job, [&](int, std::shared_ptr<Bootstrap> bootstrap) {
+    run_rank(o, board, done[0], bootstrap);
+  });
+  progress.reset();
   if (!failures.empty()) {
     fmt::print(stderr, "network_speed: {}\n", cli::summary(failures));
     return 1;

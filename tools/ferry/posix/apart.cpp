@@ -1,7 +1,9 @@
 // Simulations in processes of their own.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -9,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <thread>
 #include <utility>
 
 #include "platform/posix/process_group.hpp"
@@ -31,6 +34,8 @@ class Apart {
   ~Apart() {
     if (child_ > 0) reap(child_);
   }
+
+  bool has_ended() const { return end_of(child_).has_value(); }
 
   std::vector<double> result() {
     const ProcessEnd end = reap(std::exchange(child_, -1));
@@ -77,13 +82,17 @@ class Apart {
 
 std::vector<std::vector<double>> run_apart(
     const std::vector<std::function<std::vector<double>()>>& jobs, int at_once,
-    const std::function<void(int)>& came) {
+    const std::function<void(int)>& waits) {
   std::vector<std::vector<double>> results;
   std::vector<Apart> running;
   const auto limit = static_cast<std::size_t>(at_once);
   const auto take = [&] {
+    for (auto pause = std::chrono::milliseconds(1); !running[results.size()].has_ended();
+         pause = std::min(2 * pause, std::chrono::milliseconds(100))) {
+      waits(static_cast<int>(results.size()));
+      std::this_thread::sleep_for(pause);
+    }
     results.push_back(running[results.size()].result());
-    came(static_cast<int>(results.size()));
   };
   for (std::size_t i = 0; i < jobs.size(); ++i) {
     if (running.size() - results.size() == limit) take();

@@ -38,18 +38,15 @@ struct SimulatedPart {
 /// longest by itself, so the whole takes no less than the busiest node does.
 SimulatedPart joined(const SimulatedPart& part, int nodes);
 
-/// Whether this command was built with SimGrid.
-bool has_simgrid();
-
 /// When each flow ends, in seconds; all begin at once.
 std::vector<double> simulate_flows(const SimulatedNetwork& network,
                                    const std::vector<SimulatedFlow>& flows);
 
 /// Runs each of these in a process of its own, so many at once; what they return, in order. Throws
-/// what one of them threw, or that it was killed. `came`: called after each result, with their
-/// number.
+/// what one of them threw, or that it was killed. `waits`: called again and again while a result is
+/// awaited, with the number of those that came.
 std::vector<std::vector<double>> run_apart(
     const std::vector<std::function<std::vector<double>()>>& jobs, int at_once,
-    const std::function<void(int)>& came);
+    const std::function<void(int)>& waits);
 
 }  // namespace ferry::cli

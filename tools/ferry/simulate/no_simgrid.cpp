@@ -4,10 +4,6 @@
 
 namespace ferry::cli {
 
-bool has_simgrid() {
-  return false;
-}
-
 std::vector<double> simulate_flows(const SimulatedNetwork&, const std::vector<SimulatedFlow>&) {
   throw std::runtime_error(
       "this command was built without SimGrid; install libsimgrid-dev and build with "

@@ -76,10 +76,6 @@ double least_seconds(const SimulatedNetwork& network, const std::vector<Simulate
 
 }  // namespace
 
-bool has_simgrid() {
-  return true;
-}
-
 std::vector<double> simulate_flows(const SimulatedNetwork& network,
                                    const std::vector<SimulatedFlow>& flows) {
   std::vector<double> ends(flows.size());

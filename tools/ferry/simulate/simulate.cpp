@@ -107,7 +107,9 @@ World world_of(const SimulateOptions& options, const Described& cluster, const D
     world.dead.push_back((host + 1) * lost / hosts > host * lost / hosts);
   }
   ExchangeFlows flows(shape);
+  Progress progress("simulate", shape.ranks);
   for (int rank = 0; rank < shape.ranks; ++rank) {
+    progress.show(rank, "routes");
     if (world.dead[static_cast<std::size_t>(rank)]) continue;
     RankRoutes routes =
         drawn ? draw_routes(shape, draw, rank) : recorded.of(rank, 0, options.copies);
