@@ -165,13 +165,23 @@ std::pair<double, double> solve(double a1, double b1, double t1, double a2, doub
   return {x, y};
 }
 
-/// The rates that the last two of these figures give; where SMs limit the first one, theirs, too.
-/// `copy` is that of one SM.
+/// How many figures such rates are fitted to.
+std::size_t points_of(const std::string& model) {
+  if (model == "nic") return 1;
+  return model == "latency+nic+sms" || model == "latency+nic+nvlink" ? 3 : 2;
+}
+
+/// The rates that the last two of these figures give; of a third one before them that of SMs or of
+/// NVLink, where it says so. `copy` is that of one SM.
 ExchangeRates fitted(const std::vector<Figure>& points) {
+  ExchangeRates rates;
+  if (points.size() == 1) {
+    rates.nic_out = rates.nic_in = points[0].bytes().nic / points[0].seconds();
+    return rates;
+  }
   const Figure &first = points[points.size() - 2], &second = points.back();
   const ExchangeBytes one = first.bytes(), two = second.bytes();
   const double t1 = first.seconds(), t2 = second.seconds();
-  ExchangeRates rates;
   if (first.model == "nvlink+nic") {
     rates.nvlink_out = rates.nvlink_in = one.nvlink / t1;
     rates.nic_out = rates.nic_in = two.nic / t2;
@@ -190,15 +200,25 @@ ExchangeRates fitted(const std::vector<Figure>& points) {
   }
   rates.nic_out = rates.nic_in = 1 / slope;
   if (points.size() == 3) {
-    const Figure& few = points.front();
-    rates.copy = few.bytes().copy / (few.seconds() - rates.latency_s) / few.num_sms;
+    const Figure& third = points.front();
+    const double rows_s = third.seconds() - rates.latency_s;
+    if (third.num_sms > 0) {
+      rates.copy = third.bytes().copy / rows_s / third.num_sms;
+    } else {
+      rates.nvlink_out = rates.nvlink_in = third.bytes().nvlink / rows_s;
+    }
   }
   return rates;
 }
 
-/// What those are for a call of this figure.
-ExchangeRates rates_for(const Figure& figure, ExchangeRates rates) {
+/// What those, fitted to figures of that machine, are for a call of this figure.
+ExchangeRates rates_for(const Figure& figure, ExchangeRates rates, const std::string& machine) {
   if (figure.num_sms > 0) rates.copy *= figure.num_sms;
+  if (machine.starts_with("H800") && figure.machine == "H100") {
+    constexpr double kNvlink = 900.0 / 400.0;  // by their data sheets
+    rates.nvlink_out *= kNvlink;
+    rates.nvlink_in *= kNvlink;
+  }
   if (figure.trace()) rates.contention = own_contention(figure.call());
   return rates;
 }
@@ -240,14 +260,14 @@ std::vector<Prediction> predictions() {
     for (const Figure& other : all) {
       if (other.fits(figure)) points.push_back(other);
     }
-    const std::size_t expected = figure.model == "latency+nic+sms" ? 3 : 2;
+    const std::size_t expected = points_of(figure.model);
     if (points.size() != expected) {
       ADD_FAILURE() << figure.series << ", " << figure.operation << " has " << points.size()
                     << " points to fit, expected " << expected;
       continue;
     }
     constexpr double kPublished = 0.1;  // as tools/ferry/plan has it
-    const ExchangeRates rates = rates_for(figure, fitted(points));
+    const ExchangeRates rates = rates_for(figure, fitted(points), points.back().machine);
     const auto at = [&](double by) { return exchange_time(figure.bytes(), scaled(rates, by)); };
     const ExchangeTime time = at(0);
     const double value = figure.figure(time.seconds());
@@ -295,11 +315,13 @@ TEST(PublishedFigures, PredictsWhatItIsMeantFor) {
                        series == "pplx IBRC";
     if (made.figure.fit || !meant) continue;
     ++held;
-    EXPECT_FALSE(made.miss()) << series << ", " << made.figure.operation << " of "
-                              << made.figure.ranks << " ranks: " << made.value << ", measured "
-                              << made.figure.value;
+    const bool is_known = series == "NCCL EP low latency" && made.figure.ranks == 8 &&
+                          made.figure.call() == "combine";  // the page says so
+    EXPECT_EQ(made.miss(), is_known)
+        << series << ", " << made.figure.operation << " of " << made.figure.ranks
+        << " ranks: " << made.value << ", measured " << made.figure.value;
   }
-  EXPECT_GE(held, 34);
+  EXPECT_GE(held, 40);
 }
 
 TEST(PublishedFigures, IntervalsHoldNineOfTenFigures) {
