@@ -34,20 +34,23 @@ inline CLI::Validator whole_number(std::int64_t low, std::int64_t high) {
   return CLI::Validator(check, "", "whole number");
 }
 
-/// Seconds from 0 to `high`.
-inline CLI::Validator seconds(double high) {
-  const auto check = [high](const std::string& text) -> std::string {
+/// A number from `low` to `high`; CLI11's own range takes NaN.
+inline CLI::Validator number_between(double low, double high, const std::string& what = "number") {
+  const auto check = [low, high, what](const std::string& text) -> std::string {
     double value = 0;
     if (!CLI::detail::lexical_cast(text, value) || std::isnan(value)) {
-      return fmt::format("'{}': must be a number of seconds", text.substr(0, 40));
+      return fmt::format("'{}': must be a {}", text.substr(0, 40), what);
     }
-    if (value < 0) return fmt::format("{}: must be at least 0", text.substr(0, 40));
-    if (value > high) {
-      return fmt::format("{}: must be at most {}", text.substr(0, 40), high);
-    }
+    if (value < low) return fmt::format("{}: must be at least {}", text.substr(0, 40), low);
+    if (value > high) return fmt::format("{}: must be at most {}", text.substr(0, 40), high);
     return "";
   };
-  return CLI::Validator(check, "", "seconds");
+  return CLI::Validator(check, "", what);
+}
+
+/// Seconds from 0 to `high`.
+inline CLI::Validator seconds(double high) {
+  return number_between(0, high, "number of seconds");
 }
 
 }  // namespace ferry::cli

@@ -219,6 +219,7 @@ std::string cluster_file(const Measured& measured, const std::vector<Calibrated>
 }
 
 int calibrate(const CalibrateOptions& options) {
+  if (!may_write("calibrate", options.out)) return 1;
   const Measured measured = read_results(options.results);
   std::vector<Calibrated> all;
   for (const auto& [operation, calls] : measured.calls) {

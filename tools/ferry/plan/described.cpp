@@ -6,6 +6,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <set>
 #include <stdexcept>
 
 namespace ferry::cli {
@@ -34,6 +37,14 @@ bool one_of(const std::vector<std::string>& all, const std::string& word) {
   return std::find(all.begin(), all.end(), word) != all.end();
 }
 
+/// A word of the file, fit for a message.
+std::string shown(const std::string& word) {
+  constexpr std::size_t kMost = 40;
+  std::string made = word.substr(0, kMost);
+  for (char& one : made) one = one >= ' ' && one <= '~' ? one : '?';
+  return made + (word.size() > kMost ? "..." : "");
+}
+
 /// Throws with the place.
 [[noreturn]] void refuse(const std::string& file, const YAML::Node& node, const std::string& what) {
   throw std::runtime_error(fmt::format("{}, line {}: {}", file, node.Mark().line + 1, what));
@@ -54,7 +65,7 @@ double number_in(const std::string& file, const std::string& key, const YAML::No
   if (!read || !(value >= 0 && value <= kMost)) {
     refuse(file, node,
            fmt::format("{} is {}, expected a number, not below 0 and at most {}", key,
-                       node.IsScalar() ? node.Scalar() : "a list or map", kMost));
+                       node.IsScalar() ? shown(node.Scalar()) : "a list or map", kMost));
   }
   return value;
 }
@@ -123,7 +134,8 @@ Value value_in(const std::string& file, const std::string& key, const YAML::Node
   if (node["from"]) value.from = word_in(file, key + ": from", node["from"]);
   if (!one_of({"measured", "published", "assumed"}, value.from)) {
     refuse(file, node["from"],
-           fmt::format("{} is from {}, expected measured, published or assumed", key, value.from));
+           fmt::format("{} is from {}, expected measured, published or assumed", key,
+                       shown(value.from)));
   }
   value.error = node["error"] ? number_in(file, "error", node["error"]) : error_of(value.from);
   if (value.error > 1) {
@@ -134,7 +146,8 @@ Value value_in(const std::string& file, const std::string& key, const YAML::Node
     const std::string name = word_in(file, key + ": a key", part.first);
     if (!one_of({"value", "from", "error", "source"}, name)) {
       refuse(file, part.first,
-             fmt::format("{}: unknown key {}; known are value, from, error, source", key, name));
+             fmt::format("{}: unknown key {}; known are value, from, error, source", key,
+                         shown(name)));
     }
   }
   return value;
@@ -149,17 +162,20 @@ std::map<std::string, Value> values_in(const std::string& file, const std::strin
   }
   if (!node.IsMap()) refuse(file, node, "expected keys and values; " + known_keys(keys, sections));
   std::map<std::string, Value> values;
+  std::set<std::string> seen;
   for (const auto& part : node) {
     const std::string key = word_in(file, "a key", part.first);
+    if (!seen.insert(key).second) {
+      refuse(file, part.first, fmt::format("{} is there twice", shown(key)));
+    }
     if (key == "source" || one_of(sections, key)) continue;
     if (!one_of(keys, key)) {
-      refuse(file, part.first, fmt::format("unknown key {}; {}", key, known_keys(keys, sections)));
+      refuse(file, part.first,
+             fmt::format("unknown key {}; {}", shown(key), known_keys(keys, sections)));
     }
     const Value value = value_in(file, key, part.second);
     check_value(file, key, part.second, value.value);
-    if (!values.emplace(key, value).second) {
-      refuse(file, part.first, fmt::format("{} is there twice", key));
-    }
+    values.emplace(key, value);
   }
   return values;
 }
@@ -167,16 +183,23 @@ std::map<std::string, Value> values_in(const std::string& file, const std::strin
 YAML::Node text_of(Kind kind, const std::string& name) {
   const auto preset = presets(kind).find(name);
   if (preset != presets(kind).end()) return YAML::Load(std::string(preset->second));
-  try {
-    return YAML::LoadFile(name);
-  } catch (const YAML::BadFile&) {
+  std::ifstream in(name);
+  if (!in || std::filesystem::is_directory(name)) {
     std::vector<std::string> names;
     for (const auto& [known, text] : presets(kind)) names.push_back(known);
     throw std::runtime_error(fmt::format("{}: {} is no file that can be read, and none of {}",
                                          kind == Kind::cluster ? "--cluster" : "--model", name,
                                          fmt::join(names, ", ")));
+  }
+  try {
+    const std::vector<YAML::Node> all = YAML::LoadAll(in);
+    if (all.size() > 1) {
+      refuse(name, all[1], fmt::format("{} YAML documents in the file, expected one", all.size()));
+    }
+    return all.empty() ? YAML::Node() : all[0];
   } catch (const YAML::Exception& error) {
-    throw std::runtime_error(fmt::format("{}: {}", name, error.what()));
+    throw std::runtime_error(
+        fmt::format("{}, line {}: {}", name, error.mark.line + 1, shown(error.msg)));
   }
 }
 

@@ -176,6 +176,34 @@ std::vector<Predicted> predicted(const Described& cluster, const Described& mode
   return all;
 }
 
+void check_ranks(const Described& cluster, const Described& model, int ranks, int copies) {
+  const double experts = model.number("experts", 1) * copies;
+  if (ranks > experts) {
+    throw std::runtime_error(fmt::format(
+        "--ranks: {} ranks, but {} has {} experts; --copies gives each of them replicas", ranks,
+        model.name(), experts));
+  }
+  const double host_ranks = cluster.number("host_ranks", 8);
+  if (ranks > host_ranks && std::fmod(ranks, host_ranks) != 0) {
+    throw std::runtime_error(fmt::format(
+        "--ranks: {} ranks are no whole hosts of {}; expected a multiple of {:.0f}, or fewer",
+        ranks, cluster.name(), host_ranks));
+  }
+}
+
+RecordedRoutes routes_for(const Described& model, const std::string& file) {
+  RecordedRoutes routes = RecordedRoutes::load(file);
+  const double experts = model.number("experts", 1), topk = model.number("topk", 8);
+  if (static_cast<double>(routes.experts) != experts || routes.topk != topk) {
+    throw std::runtime_error(fmt::format(
+        "--routes: recorded with {0} experts and top-{1} routes, but the model {2} has {3} and "
+        "top-{4}; expected --model FILE with experts: {0}, topk: {1} (record without balance=: its "
+        "group counts slots for copies as experts)",
+        routes.experts, routes.topk, model.name(), experts, topk));
+  }
+  return routes;
+}
+
 Memory memory_of(const Described& cluster, const Described& model, const Load& load) {
   const double hidden = model.number("hidden", 0), experts = model.number("experts", 1);
   const double bytes = model.number("parameter_bytes", 2);

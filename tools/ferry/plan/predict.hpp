@@ -38,6 +38,10 @@ struct Predicted {
 double row_bytes_of(double hidden, bool combine);
 
 inline constexpr int kMostRanks = 4096;
+/// Throws at ranks for which the model has too few experts, or that are no whole hosts.
+void check_ranks(const Described& cluster, const Described& model, int ranks, int copies);
+/// What was recorded in FILE.0, FILE.1, …. Throws when it is of another model.
+RecordedRoutes routes_for(const Described& model, const std::string& file);
 
 /// Numbers of ranks that suit a cluster: 2, 4, ... 32 hosts; where its file has no network, or the
 /// experts are too few for that, 2, 4, ... ranks of one.

@@ -35,8 +35,8 @@ SimulatedPart joined(const SimulatedPart& part, int nodes) {
   const auto count = from.out.size();
   const auto leaf = from.leaf > 0 ? static_cast<std::size_t>(from.leaf) : count;
   auto each = std::min(static_cast<std::size_t>(std::max(nodes, 1)), leaf);
-  while (leaf % each != 0) --each;  // a leaf keeps its nodes
-  if (each == 1) return part;
+  while (each > 1 && leaf % each != 0) --each;  // a leaf keeps its nodes
+  if (each <= 1) return part;
   std::vector<double> out(count), in(count);
   for (const SimulatedFlow& flow : part.flows) {
     out[static_cast<std::size_t>(flow.from)] += flow.bytes;

@@ -3,8 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
-#include <cmath>
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -20,6 +18,7 @@
 #include "progress.hpp"
 #include "simulate/network.hpp"
 #include "simulate/timeline.hpp"
+#include "simulate/world.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -27,126 +26,6 @@ namespace {
 using nlohmann::json;
 
 constexpr int kMostNodes = 64;  // of a rail; hosts whose NVLink is simulated
-
-struct SimulateOptions {
-  std::string cluster = "h800", model = "deepseek-v3";
-  std::string routes;
-  std::string crossing = "hierarchical";
-  int ranks = 64, copies = 1;
-  double tokens = 0;
-  std::vector<std::string> slow_nics{};  ///< RANK:TIMES
-  double oversubscription = 0;           ///< 0: the cluster's
-  int leaf_hosts = 0;                    ///< 0: the cluster's
-  double dead = 0;                       ///< share of the hosts
-  double skew = 1;                       ///< how often each of an eighth of the experts is drawn
-  std::uint64_t seed = 1;
-  int rails = 0;         ///< 0: all
-  int hosts_as_one = 0;  ///< 0: so many that kMostNodes are left
-  std::string timeline;
-  bool as_json = false;
-};
-
-/// What is simulated: rows between ranks, and what the links carry.
-struct World {
-  FlowShape shape{};
-  double tokens = 0;
-  std::vector<Flow> flows{};
-  ExchangeBytes row{};        ///< of the busiest rank, rows of a byte
-  std::vector<double> nic{};  ///< [R]: of each rank's NIC, in speeds of the usual
-  std::vector<bool> dead{};   ///< [R]
-};
-
-ExchangeRates rates_with(const Described& cluster, const std::string& call,
-                         const SimulateOptions& options) {
-  ExchangeRates rates = rates_of(cluster, call, 24, options.tokens);
-  if (options.leaf_hosts > 0) rates.leaf_hosts = options.leaf_hosts;
-  if (options.oversubscription > 0) rates.oversubscription = options.oversubscription;
-  if (std::isinf(rates.nic_out) || std::isinf(rates.nic_in) || std::isinf(rates.nvlink_out) ||
-      std::isinf(rates.nvlink_in)) {
-    throw std::runtime_error(fmt::format("--cluster: {} has no rate of NVLink or of the NIC in {}",
-                                         cluster.name(), call));
-  }
-  if (options.oversubscription > 1 && rates.leaf_hosts == 0) {
-    throw std::runtime_error(fmt::format(
-        "--oversubscription: {} says nothing of leaf switches; give --leaf-hosts", cluster.name()));
-  }
-  return rates;
-}
-
-/// Of these ranks, what is usual for the cluster.
-World world_of(const SimulateOptions& options, const Described& cluster, const Described& model) {
-  World world;
-  RecordedRoutes recorded;
-  if (!options.routes.empty()) recorded = RecordedRoutes::load(options.routes);
-  const bool drawn = options.routes.empty();
-  FlowShape& shape = world.shape;
-  shape.experts =
-      (drawn ? static_cast<std::int64_t>(model.number("experts", 1)) : recorded.experts) *
-      options.copies;
-  shape.ranks = options.ranks;
-  shape.host_ranks = std::max(1, static_cast<int>(cluster.number("host_ranks", 8)));
-  shape.topk = drawn ? static_cast<int>(model.number("topk", 8)) : recorded.topk;
-  shape.hierarchical = options.crossing == "hierarchical";
-  if (shape.ranks > shape.experts) {
-    throw std::runtime_error(
-        fmt::format("--ranks: {} ranks, but {} experts; --copies gives each of them replicas",
-                    shape.ranks, shape.experts));
-  }
-  world.tokens = !drawn ? recorded.mean_tokens() : options.tokens > 0 ? options.tokens : 4096;
-  DrawnRoutes draw;
-  draw.tokens = static_cast<std::int64_t>(world.tokens);
-  draw.most_hosts = static_cast<int>(model.number("most_hosts", 0));
-  draw.hot = options.skew > 1 ? static_cast<int>(std::max<std::int64_t>(1, shape.experts / 8)) : 0;
-  draw.heat = options.skew;
-  draw.seed = options.seed;
-  const int hosts = (shape.ranks + shape.host_ranks - 1) / shape.host_ranks;
-  const int lost = static_cast<int>(std::lround(hosts * options.dead));
-  for (int rank = 0; rank < shape.ranks; ++rank) {
-    // Spread: every so many hosts one is dead.
-    const int host = rank / shape.host_ranks;
-    world.dead.push_back((host + 1) * lost / hosts > host * lost / hosts);
-  }
-  ExchangeFlows flows(shape);
-  Progress progress("simulate", shape.ranks);
-  for (int rank = 0; rank < shape.ranks; ++rank) {
-    progress.show(rank, "routes");
-    if (world.dead[static_cast<std::size_t>(rank)]) continue;
-    RankRoutes routes =
-        drawn ? draw_routes(shape, draw, rank) : recorded.of(rank, 0, options.copies);
-    for (std::int32_t& id : routes) {  // nothing goes to the dead
-      if (id >= 0 && world.dead[static_cast<std::size_t>(flows.rank_of(id))]) id = -1;
-    }
-    flows.add(rank, std::move(routes));
-  }
-  world.flows = flows.flows();
-  world.row = flows.busiest(1, rates_with(cluster, "dispatch", options));
-  world.nic.assign(static_cast<std::size_t>(shape.ranks), 1);
-  return world;
-}
-
-void slow_down(World& world, const std::vector<std::string>& slow) {
-  for (const std::string& text : slow) {
-    const auto colon = text.find(':');
-    std::size_t read = 0, times_read = 0;
-    int rank = -1;
-    double times = 0;
-    try {
-      rank = std::stoi(text, &read);
-      if (colon != std::string::npos) times = std::stod(text.substr(colon + 1), &times_read);
-    } catch (const std::exception&) {
-      rank = -1;
-    }
-    const bool fits = colon != std::string::npos && read == colon &&
-                      times_read == text.size() - colon - 1 && rank >= 0 &&
-                      rank < world.shape.ranks && times > 0 && times <= 1;
-    if (!fits) {
-      throw std::runtime_error(fmt::format(
-          "--slow-nic: {}: expected RANK:TIMES, a rank below {} and more than 0, at most 1", text,
-          world.shape.ranks));
-    }
-    world.nic[static_cast<std::size_t>(rank)] = times;
-  }
-}
 
 /// The rails whose NICs carry most, at most so many.
 std::vector<int> busiest_rails(const World& world, int count) {
@@ -342,10 +221,10 @@ void print_simulated(const std::vector<Simulated>& calls, const World& world,
 
 int simulate(const SimulateOptions& options) {
   constexpr std::size_t kManyFlows = 200000;  // more of them take minutes
+  if (!may_write("simulate", options.timeline)) return 1;
   const Described cluster = Described::load(Kind::cluster, options.cluster);
   const Described model = Described::load(Kind::model, options.model);
-  World world = world_of(options, cluster, model);
-  slow_down(world, options.slow_nics);
+  const World world = world_of(options, cluster, model);
   if (world.flows.size() > kManyFlows && !world.shape.hierarchical) {
     throw std::runtime_error(fmt::format(
         "{} flows are too many to simulate; take fewer --ranks, or --crossing hierarchical, whose "
@@ -389,17 +268,17 @@ void add_simulate(CLI::App& app, int& exit_code) {
   command
       ->add_option("--oversubscription", options->oversubscription,
                    "Of leaf switches, in place of the cluster's")
-      ->check(CLI::Range(1.0, 1000.0));
+      ->check(number_between(1, 1000));
   command
       ->add_option("--leaf-hosts", options->leaf_hosts,
                    "Hosts under a leaf switch, in place of the cluster's")
       ->check(whole_number(1, 4096));
   command->add_option("--dead", options->dead, "Share of the hosts that are dead")
-      ->check(CLI::Range(0.0, 0.9));
+      ->check(number_between(0, 0.9));
   command
       ->add_option("--skew", options->skew,
                    "How many times as often as others an eighth of the experts is named")
-      ->check(CLI::Range(1.0, 1000.0));
+      ->check(number_between(1, 1000));
   command->add_option("--seed", options->seed, "Of drawn routes");
   command
       ->add_option("--hosts-as-one", options->hosts_as_one,

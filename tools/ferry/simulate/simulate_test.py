@@ -36,6 +36,7 @@ class Simulate(unittest.TestCase):
     def test_agrees_with_the_closed_form(self):
         """Within 2 % where nothing is congested."""
         for ranks, crossing in (
+            (2, "hierarchical"),  # not every rail has a rank
             (4, "direct"),
             (16, "direct"),
             (16, "hierarchical"),
@@ -122,12 +123,24 @@ class Simulate(unittest.TestCase):
             ("--ranks", "8", "--slow-nic", "9:0.5"): "expected RANK:TIMES",
             ("--ranks", "8", "--slow-nic", "1:2"): "expected RANK:TIMES",
             ("--ranks", "8", "--slow-nic", "one"): "expected RANK:TIMES",
+            ("--ranks", "8", "--slow-nic", "1:nan"): "expected RANK:TIMES",
+            ("--ranks", "8", "--slow-nic", "1:1e-300"): "expected RANK:TIMES",
+            ("--ranks", "6"): "6 ranks are no whole hosts of",
+            ("--timeline", "/no/such/folder/t.json"): "cannot write /no/such/folder/t.json",
             ("--ranks", "8", "--oversubscription", "2"): "--leaf-hosts",
             ("--ranks", "1024", "--copies", "4", "--crossing", "direct"): "too many to simulate",
         }.items():
             done = self.run_simulate(*options)
             self.assertEqual(done.returncode, 1, options)
             self.assertIn(said, done.stderr)
+        for option in ("--dead", "--skew", "--oversubscription"):
+            done = self.run_simulate(option, "nan")
+            self.assertEqual(done.returncode, 2, option)
+            self.assertIn(f"{option}: 'nan': must be a number", done.stderr)
+        head = struct.pack("<8sIIQIIi", b"FERRYRT1", 0, 1, 8, 1, 1, 0)
+        (self.folder / "other.0").write_bytes(head)
+        said = self.run_simulate("--routes", "other").stderr
+        self.assertIn("recorded with 8 experts and top-1 routes, but the model", said)
         (self.folder / "c.yaml").write_text("host_ranks: 4\nnic: 50\n")
         self.assertIn("has no rate of NVLink", self.run_simulate("--ranks", "8").stderr)
 
