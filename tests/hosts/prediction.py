@@ -5,7 +5,8 @@
 
 Every host is a domain, a network namespace. What it sends, and what it gets, is limited to --mbit
 each, of host --slow to a quarter; -1: of none. `FERRY doctor --net` measures the links: the rate
-and the latency between hosts go to a cluster file, slower hosts to `--slow-nic`. Then both
+(at most what TCP can have of --mbit) and the latency between hosts go to a cluster file, slower
+hosts to `--slow-nic`. Then both
 crossings run with recorded routes, and `FERRY simulate` gets the routes: what the links take. What
 the cores take is measured before the links are limited. Both overlap in part, as in a model with
 `overlap` 2: the prediction is the root of the sum of their squares; a hierarchical combine, whose
@@ -35,7 +36,8 @@ import ferry
 Result = dict[str, Any]
 # How links and cores overlap: l and c take (l^p + c^p)^(1/p). A round number; and one that, fitted
 # to the hierarchical combines of two shapes, predicts those of the third (test_prediction.py).
-OVERLAP, OVERLAP_OF_TWO_STEPS = 2.0, 1.4
+OVERLAP, OVERLAP_OF_TWO_STEPS = 2.0, 1.5
+OF_A_FRAME = 1448 / 1514  # of the bytes of an Ethernet frame those that TCP carries
 MEMORY = 8e9  # bytes a second that ranks of a host write to each other; the network is far slower
 
 
@@ -46,6 +48,11 @@ def overlap_of(crossing: str, call: str) -> float:
 def both(links: float, cores: float, overlap: float) -> float:
     """The time of what takes the links and the cores so long."""
     return float((links**overlap + cores**overlap) ** (1 / overlap))
+
+
+def tcp_rate(mbit: float) -> float:
+    """The most that TCP can have of such a link, in bytes a second."""
+    return mbit * 1e6 / 8 * OF_A_FRAME
 
 
 def arguments() -> argparse.Namespace:
@@ -96,11 +103,13 @@ def measure(given: argparse.Namespace) -> None:
                 print(json.dumps(said), flush=True)
 
 
-def cluster_of(links: Result, each: int) -> tuple[str, list[str]]:
-    """A cluster file, and the options for slower hosts, of what `ferry doctor --net` said."""
-    rates = np.array(links["bytes_per_s"])
+def cluster_of(links: Result, each: int, mbit: list[float]) -> tuple[str, list[str]]:
+    """A cluster file, and the options for slower hosts, of what `ferry doctor --net` said of hosts
+    with such links."""
     domains = np.array(links["domains"])
     apart = domains[:, None] != domains[None, :]
+    most = np.array([tcp_rate(one) for one in mbit])[domains]
+    rates = np.minimum(links["bytes_per_s"], np.minimum(most[:, None], most[None, :]))
     across = rates[apart]
     usual = float(np.median(across[across > across.max() / 2]))
     latency = float(np.median(np.array(links["latency_ns"])[apart]))
@@ -169,12 +178,13 @@ def run(given: argparse.Namespace, shape: str, slow: int) -> Result:
             if given.congestion:
                 machines.set_congestion(host, given.congestion)
         cores = measured(given, machines, each, folder)
+        mbit = [given.mbit / (4 if host == slow else 1) for host in range(hosts)]
         for host in range(hosts):
-            machines.shape_link(host, given.mbit / (4 if host == slow else 1))
+            machines.shape_link(host, mbit[host])
         doctor = [given.ferry, "doctor", "--net", "--json"]
         until_end(machines.start_ranks(each, doctor, folder), folder)
         said = (folder / "rank-0.txt").read_text()  # behind lines of progress
-        text, slow_nics = cluster_of(json.loads(said[said.index("{") :]), each)
+        text, slow_nics = cluster_of(json.loads(said[said.index("{") :]), each, mbit)
         cluster = folder / "cluster.yaml"
         cluster.write_text(text)
         cases: dict[int, Result] = {}

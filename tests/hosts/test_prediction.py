@@ -1,29 +1,28 @@
 """What links and cores take together, against what was measured between hosts: the form of
-`prediction.py`, and that its one number is fitted to other shapes than those it predicts."""
+`prediction.py`, and that its one number is fitted to other shapes than those it predicts. The files
+have links as they were measured; more than TCP can have of them is taken back here."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from prediction import OVERLAP_OF_TWO_STEPS, both, overlap_of
+from prediction import OVERLAP_OF_TWO_STEPS, both, overlap_of, tcp_rate
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 BUSY = "2core_hosts_crossing_reno.json"  # to which the overlap of two steps was fitted
 AGAIN = "2core_hosts_crossing_reno_again.json"  # measured after that
 ASKED = 0.10
 SHAPES = ("4x1", "2x4", "4x2")
+WHAT = ("", "_links", "_cores")
 # Over equal links. Of both that miss in the first run what the cores take was measured twice: with
-# the other measurement they are within 9 %. Those of the second are within 10.4 %.
+# the other measurement they are within 5 %.
 MISSES = {
     BUSY: {("4x1", 8, "hierarchical", "dispatch"), ("2x4", 8, "hierarchical", "dispatch")},
-    AGAIN: {
-        ("4x1", 8, "direct", "dispatch"),
-        ("4x1", 8, "hierarchical", "combine"),
-        ("2x4", 2, "direct", "dispatch"),
-    },
+    AGAIN: {("4x1", 8, "hierarchical", "combine")},
 }
 
 
@@ -36,10 +35,17 @@ class Cell(NamedTuple):
     took: float
     links: float
     cores: float
-    predicted: float
 
     def error(self, overlap: float) -> float:
         return both(self.links, self.cores, overlap) / self.took - 1
+
+
+def too_fast(run: dict[str, Any]) -> float:
+    """How many times what TCP can have of its slowest link a run was said to have; 1: less."""
+    nic = next(line for line in run["cluster"] if line.startswith("nic: "))
+    said = float(nic.split("value: ")[1].split(",")[0]) * 1e9 * run["ranks"]
+    slowest = min((float(one.split(":")[1]) for one in run["slow_nics"]), default=1.0)
+    return max(1.0, said * slowest / tcp_rate(run["mbit"] / (4 if run["slow"] >= 0 else 1)))
 
 
 def cells(file: str = BUSY) -> list[Cell]:
@@ -50,10 +56,11 @@ def cells(file: str = BUSY) -> list[Cell]:
             for crossing in ("direct", "hierarchical"):
                 for call in ("dispatch", "combine"):
                     own: dict[str, Any] = case[crossing]
-                    times = [
-                        own[f"{call}{what}_ms"] for what in ("", "_links", "_cores", "_predicted")
-                    ]
-                    found.append(Cell(shape, slow, case["topk"], crossing, call, *times))
+                    took, links, cores = (own[f"{call}{what}_ms"] for what in WHAT)
+                    links *= too_fast(run)
+                    found.append(
+                        Cell(shape, slow, case["topk"], crossing, call, took, links, cores)
+                    )
     return found
 
 
@@ -65,17 +72,31 @@ def test_times_are_within_what_is_asked(file: str, slow: bool) -> None:
     missed = set()
     for cell in of_links:
         overlap = overlap_of(cell.crossing, cell.call)
-        assert cell.predicted == pytest.approx(both(cell.links, cell.cores, overlap), rel=1e-3)
         if abs(cell.error(overlap)) > ASKED:
             missed.add((cell.shape, cell.topk, cell.crossing, cell.call))
     assert missed == (set() if slow else MISSES[file])
+
+
+def test_the_page_has_these_times() -> None:
+    page = (RESULTS.parents[1] / "docs" / "planning.md").read_text()
+    found = {(c.shape, c.slow, c.crossing, c.call): c for c in cells() if c.topk == 8}
+    for shape, slow, crossing in itertools.product(
+        SHAPES, (False, True), ("direct", "hierarchical")
+    ):
+        links = "one at a quarter" if slow else "equal"
+        row = f"| {shape.replace('x', ' × ')} | {links} | {crossing} |"
+        for call in ("dispatch", "combine"):
+            cell = found[shape, slow, crossing, call]
+            error = cell.error(overlap_of(crossing, call))
+            row += f" {cell.took:.0f} | {cell.took * (1 + error):.0f} ({error * 100:+.0f} %) |"
+        assert row in page
 
 
 def test_what_misses_is_within_it_with_the_other_measurement_of_cores() -> None:
     all_cells = {(c.shape, c.topk, c.crossing, c.call, c.slow): c for c in cells()}
     for key in MISSES[BUSY]:
         equal, slow = all_cells[*key, False], all_cells[*key, True]
-        assert abs(equal._replace(cores=slow.cores).error(overlap_of(*key[2:]))) < 0.09
+        assert abs(equal._replace(cores=slow.cores).error(overlap_of(*key[2:]))) < 0.05
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -90,7 +111,7 @@ def test_the_overlap_of_two_steps_is_that_of_the_other_shapes(shape: str) -> Non
         (1 + step / 100 for step in range(200)),
         key=lambda p: sum(cell.error(p) ** 2 for cell in others),
     )
-    assert round(fitted, 1) in {OVERLAP_OF_TWO_STEPS, OVERLAP_OF_TWO_STEPS - 0.1}
+    assert round(fitted, 1) == OVERLAP_OF_TWO_STEPS
     for cell in combines:
         if cell.shape == shape:
             assert abs(cell.error(fitted)) < 0.06
