@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -159,9 +161,20 @@ std::vector<SettingTimes> times_of_settings(const BenchSettings& s,
         const ThroughputBench exchange(s, group);
         const Plan plan = exchange.plan();
         const Tensor rows = group.empty({plan.recv_rows(), s.hidden}, s.combine_dtype());
-        for (int call = 0; call <= kCalls; ++call) exchange.dispatch(plan);
-        for (int call = 0; call <= kCalls; ++call) group.combine(rows, plan);
-        add_times(times, group.tuning());
+        std::map<std::string, std::vector<double>> calls_us;
+        const auto repeat = [&](const std::string& name, const auto& operation) {
+          for (int call = 0; call <= kCalls; ++call) {
+            const double took = time_of([&] {
+              operation();
+              group.barrier();  // the slowest rank's
+              return 0;
+            });
+            if (call > 0) calls_us[name].push_back(took);
+          }
+        };
+        repeat("dispatch", [&] { exchange.dispatch(plan); });
+        repeat("combine", [&] { group.combine(rows, plan); });
+        add_times(times, group.tuning(), calls_us);
         group.barrier();
       }
     }

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
@@ -15,36 +16,69 @@ namespace {
 
 using nlohmann::json;
 
-/// What a call's settings lose against the fastest of all that were measured; null: they were not.
-json loss_of(const TunedCall& tuned, const std::vector<SettingTimes>& times) {
-  const SettingTimes *own = nullptr, *fastest = nullptr, *slowest = nullptr;
-  int settings = 0;
-  for (const SettingTimes& one : times) {
-    if (one.call != tuned.call || tuned.first) continue;
-    ++settings;
-    if (one.crossing == tuned.crossing && one.chunk_bytes == tuned.chunk_bytes) own = &one;
-    if (fastest == nullptr || one.middle() < fastest->middle()) fastest = &one;
-    if (slowest == nullptr || one.middle() > slowest->middle()) slowest = &one;
+std::vector<double> ascending(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values;
+}
+
+bool is_faster(const SettingTimes& one, const SettingTimes& other) {
+  return one.middle() < other.middle();
+}
+
+/// How many times as long as the fastest setting this one takes, in the middle of all rounds, each
+/// against the setting that the other rounds call the fastest: chance does not name it and measure
+/// it at once. All have as many rounds.
+double regret_apart(const SettingTimes& own, const std::vector<SettingTimes>& times) {
+  std::vector<double> ratios;
+  for (std::size_t round = 0; round < own.seconds.size(); ++round) {
+    std::vector<SettingTimes> others = times;
+    for (SettingTimes& one : others) {
+      one.seconds.erase(one.seconds.begin() + static_cast<std::ptrdiff_t>(round));
+    }
+    const auto fastest = std::min_element(others.begin(), others.end(), is_faster);
+    const auto& there = times[static_cast<std::size_t>(fastest - others.begin())].seconds;
+    ratios.push_back(own.seconds[round] / there[round]);
   }
-  if (own == nullptr) return nullptr;
-  return {{"settings", settings},
-          {"us", own->middle() * 1e6},
-          {"fastest_us", fastest->middle() * 1e6},
-          {"fastest_spread", fastest->spread()},
-          {"slowest_us", slowest->middle() * 1e6},
-          {"fastest_crossing", ferry::name_of(fastest->crossing)},
-          {"fastest_chunk_bytes", fastest->chunk_bytes},
-          {"regret", own->middle() / fastest->middle() - 1}};
+  return percentile(ascending(ratios), 0.5) - 1;
+}
+
+/// What a call's settings lose against the fastest of all that were measured; null: they were not.
+json loss_of(const TunedCall& tuned, const std::vector<SettingTimes>& all) {
+  std::vector<SettingTimes> times;
+  for (const SettingTimes& one : all) {
+    if (one.call == tuned.call && !tuned.first) times.push_back(one);
+  }
+  const auto own = std::find_if(times.begin(), times.end(), [&](const SettingTimes& one) {
+    return one.crossing == tuned.crossing && one.chunk_bytes == tuned.chunk_bytes;
+  });
+  if (own == times.end()) return nullptr;
+  const auto [fastest, slowest] = std::minmax_element(times.begin(), times.end(), is_faster);
+  json loss{{"settings", times.size()},
+            {"us", own->middle() * 1e6},
+            {"fastest_us", fastest->middle() * 1e6},
+            {"fastest_spread", fastest->spread()},
+            {"slowest_us", slowest->middle() * 1e6},
+            {"fastest_crossing", ferry::name_of(fastest->crossing)},
+            {"fastest_chunk_bytes", fastest->chunk_bytes},
+            {"regret", own->middle() / fastest->middle() - 1}};
+  for (const SettingTimes& one : times) {
+    json& calls = loss["calls_us"].emplace_back(
+        json{{"crossing", ferry::name_of(one.crossing)}, {"chunk_bytes", one.chunk_bytes}});
+    for (const double us : one.calls_us) calls["us"].push_back(std::round(us * 10) / 10);
+  }
+  if (own->seconds.size() > 2) loss["regret_apart"] = regret_apart(*own, times);
+  return loss;
 }
 
 }  // namespace
 
 double SettingTimes::middle() const {
-  return percentile(seconds, 0.5);
+  return percentile(ascending(seconds), 0.5);
 }
 
 double SettingTimes::spread() const {
-  return (percentile(seconds, 0.75) - percentile(seconds, 0.25)) / middle();
+  const std::vector<double> all = ascending(seconds);
+  return (percentile(all, 0.75) - percentile(all, 0.25)) / middle();
 }
 
 std::vector<TunedCall> kept_settings(Dtype dispatch, Dtype combine, Crossing crossing,
@@ -61,16 +95,18 @@ std::vector<TunedCall> kept_settings(Dtype dispatch, Dtype combine, Crossing cro
   return calls;
 }
 
-void add_times(std::vector<SettingTimes>& all, const std::vector<TunedCall>& calls) {
-  for (const TunedCall& call : calls) {
+void add_times(std::vector<SettingTimes>& all, const std::vector<TunedCall>& tuned,
+               const std::map<std::string, std::vector<double>>& calls_us) {
+  for (const TunedCall& call : tuned) {
     if (call.first || !(call.seconds > 0)) continue;
     auto at = std::find_if(all.begin(), all.end(), [&](const SettingTimes& one) {
       return one.call == call.call && one.crossing == call.crossing &&
              one.chunk_bytes == call.chunk_bytes;
     });
     if (at == all.end()) at = all.insert(at, {call.call, call.crossing, call.chunk_bytes});
-    at->seconds.insert(std::upper_bound(at->seconds.begin(), at->seconds.end(), call.seconds),
-                       call.seconds);
+    at->seconds.push_back(call.seconds);
+    const std::vector<double>& each = calls_us.at(call.call);
+    at->calls_us.insert(at->calls_us.end(), each.begin(), each.end());
   }
 }
 
@@ -119,9 +155,13 @@ std::string tuning_table(const std::string& file) {
     losses += line(loss["fastest_crossing"], loss["fastest_chunk_bytes"]) +
               fmt::format(
                   "{:.0f} us (+- {:.1f} %), the slowest {:.0f}; tuned after {} calls: {:.0f}, "
-                  "regret {:.1f} %\n",
+                  "regret {:.1f} %{}\n",
                   number("fastest_us"), 50 * number("fastest_spread"), number("slowest_us"),
-                  one["probes"].get<int>(), number("us"), 100 * number("regret"));
+                  one["probes"].get<int>(), number("us"), 100 * number("regret"),
+                  loss.contains("regret_apart")
+                      ? fmt::format(", {:+.1f} % against what other rounds call the fastest",
+                                    100 * number("regret_apart"))
+                      : "");
   }
   return losses.empty() ? text : text + "\nFastest of all settings:\n" + losses;
 }

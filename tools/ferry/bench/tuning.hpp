@@ -2,6 +2,7 @@
 // settings take, which says what those lose.
 #pragma once
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -14,7 +15,8 @@ struct SettingTimes {
   std::string call{};
   Crossing crossing{};
   std::int64_t chunk_bytes = 0;
-  std::vector<double> seconds{};  ///< ascending
+  std::vector<double> seconds{};   ///< of each round
+  std::vector<double> calls_us{};  ///< one by one, of all rounds
 
   double middle() const;
   /// By how much the middle half of the times differs, of the middle one.
@@ -24,8 +26,9 @@ struct SettingTimes {
 /// Settings that calls keep to: for a tuner to start from.
 std::vector<TunedCall> kept_settings(Dtype dispatch, Dtype combine, Crossing crossing,
                                      std::int64_t chunk_bytes);
-/// Adds what calls of such a group took.
-void add_times(std::vector<SettingTimes>& all, const std::vector<TunedCall>& calls);
+/// Adds what calls of such a group took: in the middle, and by name of the call one by one.
+void add_times(std::vector<SettingTimes>& all, const std::vector<TunedCall>& tuned,
+               const std::map<std::string, std::vector<double>>& calls_us);
 
 /// Throws when the file cannot be written. `times`: empty: all settings were not measured.
 void write_tuning(const std::string& file, const std::vector<TunedCall>& calls,
