@@ -2,17 +2,20 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <numeric>
 #include <tuple>
 #include <utility>
 
 namespace ferry {
 namespace {
 
-constexpr std::size_t kSamples = 3;  // of a place: one that is slow by chance does not count
-constexpr double kHopeless = 1.5;    // times the best, twice: that says enough
-constexpr int kRecent = 9;           // calls whose middle tells whether times have shifted
-constexpr double kShifted = 1.3;     // so many times as long, or as short
-constexpr int kFirstPause = 32;      // calls after settling, before it may start again: at first
+constexpr std::size_t kFirstCalls = 2;  // of a place that is new
+constexpr std::size_t kLeastCalls = 3;  // of the place where it settles
+constexpr double kHopeless = 1.5;       // times as long as the fastest: out of the race
+constexpr double kSteady = 1.01;  // the middle of calls so near to the shortest: no more tell more
+constexpr int kRecent = 9;        // calls whose middle tells whether times have shifted
+constexpr double kShifted = 1.3;  // so many times as long, or as short
+constexpr int kFirstPause = 32;   // calls after settling, before it may start again: at first
 constexpr int kLongestPause = 1024;
 
 double middle(std::vector<double> values) {
@@ -20,6 +23,18 @@ double middle(std::vector<double> values) {
   const auto at = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
   std::nth_element(values.begin(), at, values.end());
   return *at;
+}
+
+/// What a call usually takes: the mean of the shorter half, for chance makes calls longer.
+double usual(std::vector<double> values) {
+  const auto half = values.begin() + static_cast<std::ptrdiff_t>((values.size() + 1) / 2);
+  std::partial_sort(values.begin(), half, values.end());
+  return std::accumulate(values.begin(), half, 0.0) / static_cast<double>(half - values.begin());
+}
+
+bool steady(const std::vector<double>& seconds) {
+  return seconds.size() >= kLeastCalls &&
+         middle(seconds) <= kSteady * *std::min_element(seconds.begin(), seconds.end());
 }
 
 int steps(const TuningPlace& a, const TuningPlace& b) {
@@ -31,7 +46,8 @@ int steps(const TuningPlace& a, const TuningPlace& b) {
 }  // namespace
 
 TuningSearch::TuningSearch(const TuningGrid& grid)
-    : grid_(grid), next_(grid.start), best_(grid.start), fastest_(grid.start), pause_(kFirstPause) {
+    : grid_(grid), best_(grid.start), fastest_(grid.start), pause_(kFirstPause) {
+  turn_.assign(kFirstCalls, grid.start);
   settled_ = grid.sizes == TuningPlace{1, 1, 1};  // nothing to choose
 }
 
@@ -51,17 +67,9 @@ double TuningSearch::seconds() const {
 }
 
 double TuningSearch::gain() const {
-  const Measured* start = find(grid_.start);
-  const double before = start == nullptr ? 0 : middle(start->seconds);
-  return before > 0 ? seconds() / before : 0;
-}
-
-bool TuningSearch::enough(const Measured& at) const {
-  if (at.seconds.size() >= kSamples) return true;
-  const Measured* best = find(best_);
-  return best != nullptr && best->seconds.size() >= kSamples && at.seconds.size() > 1 &&
-         *std::min_element(at.seconds.begin(), at.seconds.end()) >
-             kHopeless * middle(best->seconds);
+  const Measured *start = find(grid_.start), *best = find(best_);
+  if (start == nullptr || best == nullptr) return 0;
+  return usual(best->seconds) / usual(start->seconds);
 }
 
 void TuningSearch::observe(const TuningPlace& place, double seconds) {
@@ -75,63 +83,92 @@ void TuningSearch::observe(const TuningPlace& place, double seconds) {
     return;
   }
   if (find(place) == nullptr) measured_.push_back({place, {}});
-  Measured& at = *find(place);
-  at.seconds.push_back(seconds);
+  find(place)->seconds.push_back(seconds);
   ++probes_;
-  if (place == next_ && enough(at)) {
-    choose();
-    go_on();
-  }
-  if (probes_ >= kMostProbes && !settled_) {
-    choose();
-    settle();
-  }
+  if (++at_ == turn_.size()) go_on();
+  if (probes_ >= kMostProbes && !settled_) settle();
 }
 
-/// The best place of those that were measured enough.
-void TuningSearch::choose() {
-  double fastest = 0;
+/// The best place of those with so many calls.
+void TuningSearch::choose(std::size_t least) {
+  const Measured* fastest = nullptr;
   for (const Measured& one : measured_) {
-    const double took = middle(one.seconds);
-    if (one.seconds.size() < kSamples || (fastest > 0 && took >= fastest)) continue;
-    fastest = took;
-    fastest_ = one.place;
+    if (one.seconds.size() < least) continue;
+    if (fastest == nullptr || usual(one.seconds) < usual(fastest->seconds)) fastest = &one;
   }
-  if (fastest == 0) return;
+  if (fastest == nullptr) return;
+  fastest_ = fastest->place;
   const auto cost = [&](const Measured& one) {
-    return std::tuple(one.place[sm_axis], steps(one.place, grid_.start), middle(one.seconds));
+    return std::tuple(one.place[sm_axis], steps(one.place, grid_.start), usual(one.seconds));
   };
-  // Chance makes calls longer, not shorter: what the fastest place can do is its shortest call.
-  const std::vector<double>& there = find(fastest_)->seconds;
-  const double most = std::max(fastest, kWorth * *std::min_element(there.begin(), there.end()));
-  const Measured* best = nullptr;
+  const std::vector<double>& there = fastest->seconds;
+  const double shortest = *std::min_element(there.begin(), there.end());
+  const double most = std::max(usual(there), kWorth * shortest);
+  const Measured* best = fastest;
   for (const Measured& one : measured_) {
-    if (one.seconds.size() < kSamples || middle(one.seconds) > most) continue;
-    if (best == nullptr || cost(one) < cost(*best)) best = &one;
+    if (one.seconds.size() < least || usual(one.seconds) > most) continue;
+    if (cost(one) < cost(*best)) best = &one;
   }
   best_ = best->place;
 }
 
-/// To a neighbour that is not known: of the fastest place, and of the best.
-void TuningSearch::go_on() {
+/// What is not known beside the fastest place, and beside the best.
+std::vector<TuningPlace> TuningSearch::unknown_neighbours() const {
+  std::vector<TuningPlace> found;
   for (const TuningPlace& from : {fastest_, best_}) {
     for (std::size_t axis = 0; axis < kTuningAxes; ++axis) {
       for (const int step : {-1, 1}) {
         TuningPlace place = from;
         place[axis] += step;
-        if (place[axis] < 0 || place[axis] >= grid_.sizes[axis] || find(place) != nullptr) continue;
-        next_ = place;
-        return;
+        const bool inside = place[axis] >= 0 && place[axis] < grid_.sizes[axis];
+        const bool listed = std::find(found.begin(), found.end(), place) != found.end();
+        if (inside && !listed && find(place) == nullptr) found.push_back(place);
       }
     }
   }
-  settle();
+  return found;
+}
+
+/// One turn has ended: the next is of new places; if there are none, of those that may be fastest.
+void TuningSearch::go_on() {
+  choose(1);
+  at_ = 0;
+  turn_ = unknown_neighbours();
+  if (!turn_.empty()) {
+    const std::vector<TuningPlace> once = turn_;
+    for (std::size_t i = 1; i < kFirstCalls; ++i) {
+      turn_.insert(turn_.end(), once.begin(), once.end());
+    }
+    return;
+  }
+  race();
+}
+
+/// After n calls of the fastest place, of all places the best 2 / n go on, two at least, and those
+/// that are as good.
+void TuningSearch::race() {
+  std::vector<const Measured*> order;
+  for (const Measured& one : measured_) order.push_back(&one);
+  std::stable_sort(order.begin(), order.end(), [](const Measured* a, const Measured* b) {
+    return usual(a->seconds) < usual(b->seconds);
+  });
+  const std::size_t calls = std::max(order.front()->seconds.size(), kFirstCalls);
+  const std::size_t share = std::max<std::size_t>(2, (2 * order.size() + calls / 2) / calls);
+  const double fastest = usual(order.front()->seconds);
+  bool known = true;
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    const double took = usual(order[i]->seconds);
+    if (took > (i < share ? kHopeless : kWorth) * fastest) break;
+    known = known && steady(order[i]->seconds);
+    turn_.push_back(order[i]->place);
+  }
+  if (known || (turn_.size() == 1 && calls >= kLeastCalls)) settle();
 }
 
 void TuningSearch::settle() {
+  choose(kLeastCalls);
   settled_s_ = middle(find(best_) == nullptr ? std::vector<double>() : find(best_)->seconds);
   settled_ = true;
-  next_ = best_;
   recent_.clear();
   watched_ = 0;
 }
@@ -148,7 +185,8 @@ void TuningSearch::watch(double seconds) {
   measured_.clear();
   probes_ = 0;
   settled_ = false;
-  next_ = best_;
+  turn_.assign(kFirstCalls, best_);
+  at_ = 0;
 }
 
 }  // namespace ferry

@@ -15,11 +15,12 @@ struct TuningGrid {
   TuningPlace start{};
 };
 
-/// Measures the start, then neighbours of the fastest and of the best place, until all of them are
-/// known or kMostProbes calls were timed. Of the places that take at most kWorth times the shortest
-/// call of the fastest, the one with the fewest SMs is best, then the one nearest to the start.
-/// When calls at the place where it settled begin to take longer or less, it starts again from
-/// there; each time it waits longer.
+/// Measures the start, then neighbours of the fastest and of the best place until all of them are
+/// known, then in turn all places that may yet be the fastest, so that what slows calls for a while
+/// slows them all; until one is left, or kMostProbes calls were timed. Of the places that take at
+/// most kWorth times the shortest call of the fastest, the one with the fewest SMs is best, then
+/// the one nearest to the start. When calls at the place where it settled begin to take longer or
+/// less, it starts again from there; each time it waits longer.
 class TuningSearch {
  public:
   static constexpr int kMostProbes = 30;
@@ -28,7 +29,7 @@ class TuningSearch {
   explicit TuningSearch(const TuningGrid& grid);
 
   /// For the next call.
-  const TuningPlace& next() const { return next_; }
+  const TuningPlace& next() const { return settled_ ? best_ : turn_[at_]; }
   /// A call made with these settings took so long. May be told some calls late.
   void observe(const TuningPlace& place, double seconds);
 
@@ -48,14 +49,17 @@ class TuningSearch {
   };
   Measured* find(const TuningPlace& place);
   const Measured* find(const TuningPlace& place) const;
-  bool enough(const Measured& at) const;
-  void choose();
+  void choose(std::size_t least);
+  std::vector<TuningPlace> unknown_neighbours() const;
   void go_on();
+  void race();
   void settle();
   void watch(double seconds);
 
   TuningGrid grid_;
-  TuningPlace next_, best_, fastest_;
+  TuningPlace best_, fastest_;
+  std::vector<TuningPlace> turn_{};  // a call of each, one after another
+  std::size_t at_ = 0;               // < turn_.size(), unless settled
   std::vector<Measured> measured_{};
   bool settled_ = false, warm_ = false;
   int probes_ = 0, restarts_ = 0;
