@@ -148,7 +148,7 @@ class Bench(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "tuning.json"
             small = "--hidden 64 --tokens 16 --iterations 1 --warmup 0"
-            arguments = f"-n 4 --domain-size 2 --mode throughput {small} --tune {file} --oracle 1"
+            arguments = f"-n 4 --domain-size 2 --mode throughput {small} --tune {file} --oracle 3"
             done = bench(arguments)
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertEqual(len(re.findall(r", regret \d+\.\d %", done.stdout)), 2)
@@ -158,7 +158,13 @@ class Bench(unittest.TestCase):
                 {call: one["settings"] for call, one in found.items()},
                 {"dispatch": 10, "combine": 5},
             )
-            for one in found.values():
+            self.assertIn("% against what other rounds call the fastest", done.stdout)
+            for call, one in found.items():
+                self.assertGreater(one["regret_apart"], -1)
+                calls = {"dispatch": 3 * 10, "combine": 2 * 3 * 10}[call]  # of both crossings
+                self.assertEqual(
+                    [len(each["us"]) for each in one["calls_us"]], [calls] * one["settings"]
+                )
                 self.assertLessEqual(one["fastest_us"], one["us"])
                 self.assertLessEqual(one["us"], one["slowest_us"])
                 self.assertAlmostEqual(one["regret"], one["us"] / one["fastest_us"] - 1)
