@@ -279,12 +279,12 @@ def test_a_build_of_the_package_says_whether_it_has_the_cuda_engine(
 
 
 def test_pip_brings_the_command_ferry() -> None:
-    """And `make package` builds what pip does: it says only where, and for which GPUs."""
+    """And `make package` builds what pip does: it says only where, how, and for which GPUs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["scikit-build"]["cmake"]["define"]["FERRY_TOOLS"] == "ON"
     package = (ROOT / "tools/setup/package.sh").read_text()
     given = set(re.findall(r"--config-settings=(?:cmake\.define\.)?([\w-]+)", package))
-    assert given == {"build-dir", "CMAKE_CUDA_ARCHITECTURES"}
+    assert given == {"build-dir", "FERRY_PCH", "CMAKE_CUDA_ARCHITECTURES"}
     if Path(ferry.__file__).parents[1].name not in ("site-packages", "dist-packages"):
         return  # of a build folder
     files = importlib.metadata.files("ferry-moe") or []

@@ -97,7 +97,8 @@ void compare(FirstDifference& first, const ExchangeTerms& theirs, const Exchange
 
 void compare(FirstDifference& first, const PlanTerms& theirs, const PlanTerms& mine) {
   first
-      .of("placement of experts or balance (placement_digest: 0 without both, 1 with balance)",
+      .of("placement of experts, their parameters or balance "
+          "(placement_digest: 0 without any, 1 with balance)",
           theirs.placement_digest, mine.placement_digest, kNumber)
       .of("topk", theirs.topk, mine.topk, kNumber);
 }
