@@ -3,9 +3,11 @@
 // A function of Python around each call, which looks for the profiler, takes 60 to 270 ns of every
 // call: more than 0.1 % of a decode round. This callable looks from C and passes the arguments on
 // as they lie.
-#include <cstddef>
-
 #include "bind.hpp"
+
+#include <structmember.h>  // after Python.h, which has what it names only from 3.12 on
+
+#include <cstddef>
 
 namespace ferry::python {
 namespace {
