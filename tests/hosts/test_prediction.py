@@ -15,6 +15,7 @@ from prediction import OVERLAP_OF_TWO_STEPS, both, overlap_of, tcp_rate
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 BUSY = "2core_hosts_crossing_reno.json"  # to which the overlap of two steps was fitted
 AGAIN = "2core_hosts_crossing_reno_again.json"  # measured after that
+IDLE = "2core_hosts_crossing_reno_third.json"  # after both, on idle cores; equal links alone
 ASKED = 0.10
 SHAPES = ("4x1", "2x4", "4x2")
 WHAT = ("", "_links", "_cores")
@@ -23,6 +24,16 @@ WHAT = ("", "_links", "_cores")
 MISSES = {
     BUSY: {("4x1", 8, "hierarchical", "dispatch"), ("2x4", 8, "hierarchical", "dispatch")},
     AGAIN: {("4x1", 8, "hierarchical", "combine")},
+    IDLE: {
+        ("2x4", 8, "hierarchical", "dispatch"),
+        ("4x1", 2, "direct", "combine"),
+        ("4x1", 2, "hierarchical", "dispatch"),
+        ("4x1", 2, "hierarchical", "combine"),
+        ("4x1", 8, "direct", "dispatch"),
+        ("4x1", 8, "direct", "combine"),
+        ("4x1", 8, "hierarchical", "dispatch"),
+        ("4x1", 8, "hierarchical", "combine"),
+    },
 }
 
 
@@ -64,8 +75,10 @@ def cells(file: str = BUSY) -> list[Cell]:
     return found
 
 
-@pytest.mark.parametrize("slow", [False, True], ids=["equal", "slow"])
-@pytest.mark.parametrize("file", [BUSY, AGAIN])
+@pytest.mark.parametrize(
+    ("file", "slow"),
+    [(BUSY, False), (BUSY, True), (AGAIN, False), (AGAIN, True), (IDLE, False)],
+)
 def test_times_are_within_what_is_asked(file: str, slow: bool) -> None:
     of_links = [cell for cell in cells(file) if cell.slow == slow]
     assert len(of_links) == 24
