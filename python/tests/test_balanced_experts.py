@@ -421,7 +421,7 @@ class _Odd(torch.nn.Module):
         ("rows", r"calls it with max_recv_rows \(less padding\)=[89]0, this"),
         ("slots", "calls it with balance=[12], this rank with balance=[12]; all"),
         ("slots alone", "with balance=[12], this"),  # the experts of rank 0 do not fit its slots
-        ("balance", r"0 without both, 1 with balance\) is [01] on rank"),
+        ("balance", r"0 without any, 1 with balance\) is [01] on rank"),
         ("names", "with gradients: b"),
         ("more", "3 parameters"),
         ("dtype", "bfloat16"),
