@@ -118,7 +118,7 @@ OUTSIDE = (
     ("Google Benchmark", re.compile(r"^benchmark/"), ("bench",)),
     (
         "Python and nanobind",
-        re.compile(r"^(nanobind/|Python\.h|dlpack/|pybind11/)"),
+        re.compile(r"^(nanobind/|Python\.h|structmember\.h|dlpack/|pybind11/)"),
         ("python/src",),
     ),
     (
