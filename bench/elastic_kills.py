@@ -190,7 +190,7 @@ def row(name: str, kills: list[dict[str, float]]) -> str:
 
 
 def main() -> None:
-    import job
+    import job  # not by ranks, which run this file, too, and have nothing to show
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=20)

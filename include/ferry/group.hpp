@@ -304,8 +304,8 @@ class Group {
 
   /// Memory of this group that holds `pointer` is used by work on this CUDA stream, too: once its
   /// tensor is dropped, the memory is not used again before that work has ended. Only for streams
-  /// other than the one that the tensor was made on (every stream, when it was made without one),
-  /// which live as long as the tensor: then they are asked where they are.
+  /// other than the one that the tensor was made on (every stream, when it was made without one).
+  /// The stream must live until the tensor is dropped: it is asked for its work then.
   /// Throws Error(invalid_argument) for other memory. The host engine has nothing to do.
   void record_stream(const void* pointer, const Stream& stream);
 

@@ -10,8 +10,6 @@ none leaves the reduction out: all ranks make the same calls in the same order.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import weakref
 import zlib
 from typing import Any
@@ -20,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ferry import _ferry
 from ferry.arguments import instance, integer, refuse
@@ -30,44 +27,9 @@ from ferry.experts import BatchBalancer
 from ferry.group import Group
 from ferry.streams import device_name
 from ferry.tensors import dense
+from ferry.torch_changes import Seen, count_steps
 from ferry.torch_reductions import agree
 from ferry.torch_replicas import copy_experts, reduce_experts
-
-_steps = itertools.count(1)
-_stepped = 0
-"""Steps of any optimizer: fused ones write to parameters and torch does not count it."""
-
-
-def _step(*_: object) -> None:
-    global _stepped
-    _stepped = next(_steps)  # ranks may be threads: two steps are never the same number
-
-
-@functools.cache
-def _count_steps() -> None:
-    register_optimizer_step_post_hook(_step)
-
-
-class _Seen:
-    """A parameter as it was when its copies were made."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        # Held: another tensor may get the address of one that is gone, and begins at the same
-        # version. Not by a weakref: torch.utils.swap_tensors refuses tensors that have one.
-        self._tensor = tensor
-        self._state = self._of(tensor)
-
-    def is_still(self, tensor: Tensor) -> bool:
-        """Writes to inference tensors are not counted by anyone: they have always changed."""
-        same = self._tensor is tensor and self._state == self._of(tensor)
-        return same and not tensor.is_inference()
-
-    @staticmethod
-    def _of(tensor: Tensor) -> tuple[int, int, int]:
-        version = 0 if tensor.is_inference() else tensor._version
-        steps = _stepped if tensor.requires_grad else 0
-        return tensor.data_ptr(), version, steps
-
 
 _WITH_SLOTS = 1  # placement_digest of the first plan with balance; without it is 0
 
@@ -88,7 +50,7 @@ class Copies:
         copy_rows: int,
         layout: dict[str, Any],
     ) -> None:
-        _count_steps()
+        count_steps()
         call = "ExpertParallel"
         expected = "with balance a ferry.Collectives of the ranks of the group, to move copies"
         ranks = instance(f"{call}: collectives", collectives, Collectives, expected)
@@ -137,7 +99,7 @@ class Copies:
         because it imports what compiles, which takes a second."""
         self.balancer = self._new_balancer()
         self._agreed = False
-        self._seen: list[_Seen] = []
+        self._seen: list[Seen] = []
         self._tensors: dict[str, Tensor] = {}
         self._coming: _Coming | None = None
         self._batch: tuple[_Batch, Tensor] | None = None
@@ -210,7 +172,7 @@ class Copies:
 
     def _changed(self, parameters: dict[str, Tensor]) -> bool:
         """Since this was asked before."""
-        seen, self._seen = self._seen, [_Seen(tensor) for tensor in parameters.values()]
+        seen, self._seen = self._seen, [Seen(tensor) for tensor in parameters.values()]
         return len(seen) != len(parameters) or not all(
             each.is_still(tensor) for each, tensor in zip(seen, parameters.values())
         )

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ferry
 import ferry.torch as ft
-from ferry.torch_balance import _Seen
+from ferry.torch_changes import Seen
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_what_is_refused() -> None:
 
 def test_a_new_parameter_is_not_taken_for_the_one_whose_memory_it_has() -> None:
     old = torch.nn.Parameter(torch.ones(4))
-    seen = _Seen(old)
+    seen = Seen(old)
     new = torch.nn.Parameter(old.detach())
     assert (new.data_ptr(), new._version) == (old.data_ptr(), old._version)
     assert seen.is_still(old) and not seen.is_still(new)
@@ -279,7 +279,7 @@ def test_a_new_parameter_is_not_taken_for_the_one_whose_memory_it_has() -> None:
 def test_a_step_of_a_fused_optimizer_is_seen(kind: Any) -> None:
     """torch does not count its writes in `_version`."""
     trained, frozen = torch.nn.Parameter(torch.ones(4)), torch.ones(4)
-    seen = _Seen(trained), _Seen(frozen)
+    seen = Seen(trained), Seen(frozen)
     trained.grad = torch.ones(4)
     kind([trained], lr=0.1, fused=True).step()
     assert not torch.equal(trained, frozen)
@@ -290,9 +290,9 @@ def test_a_step_of_a_fused_optimizer_is_seen(kind: Any) -> None:
 def test_an_inference_tensor_has_always_changed_and_swaps_are_seen() -> None:
     with torch.inference_mode():
         made = torch.ones(4)
-    assert not _Seen(made).is_still(made)
+    assert not Seen(made).is_still(made)
     one, other = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.zeros(4))
-    seen = _Seen(one)
+    seen = Seen(one)
     torch.utils.swap_tensors(one, other)
     assert not seen.is_still(one)
 
