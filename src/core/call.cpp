@@ -35,7 +35,7 @@ const char* name_of(CallKind kind) {
 }
 
 CallKind call_named(std::string_view name) {
-  for (std::uint32_t i = 1; i <= static_cast<std::uint32_t>(CallKind::put); ++i) {
+  for (std::size_t i = 1; i < kCallKinds; ++i) {
     if (name == name_of(static_cast<CallKind>(i))) return static_cast<CallKind>(i);
   }
   return CallKind::none;

@@ -2,6 +2,7 @@
 // anything moves.
 #pragma once
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -32,6 +33,7 @@ enum class CallKind : std::uint32_t {
   recover,  ///< of a vault, as the next
   put,
 };
+inline constexpr std::size_t kCallKinds = static_cast<std::size_t>(CallKind::put) + 1;
 
 const char* name_of(CallKind kind);
 /// The call whose name_of this is; none for another name.

@@ -53,7 +53,7 @@ void Record::waited(const char* name, Clock::time_point begin, std::chrono::nano
 Metrics Record::metrics() const {
   const auto read = [](const auto& counter) { return counter.load(std::memory_order_relaxed); };
   Metrics all;
-  for (std::size_t kind = 0; kind < kKinds; ++kind) {
+  for (std::size_t kind = 0; kind < kCallKinds; ++kind) {
     const Call& call = calls_[kind];
     if (read(call.calls) == 0) continue;
     const char* name = kind == 0 ? "other" : name_of(static_cast<CallKind>(kind));

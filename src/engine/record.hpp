@@ -52,7 +52,6 @@ class Record {
     std::atomic<std::uint64_t> waits{0}, ns{0};
   };
   static constexpr std::size_t kStages = 64;
-  static constexpr std::size_t kKinds = static_cast<std::size_t>(CallKind::recover) + 1;
 
   static void add(std::atomic<std::uint64_t>& counter, std::uint64_t more) {
     counter.fetch_add(more, std::memory_order_relaxed);
@@ -60,7 +59,7 @@ class Record {
   Stage* stage(const char* name);
   void trace(const Event& event);
 
-  std::array<Call, kKinds> calls_{};  // by CallKind; none: calls without a kind
+  std::array<Call, kCallKinds> calls_{};  // by CallKind; none: calls without a kind
   std::array<Stage, kStages> stages_{};
   std::atomic<std::uint64_t> failures_{0}, masked_{0}, growths_{0};
   std::uint64_t rows_ = 0, bytes_ = 0;     // of this call; of the thread whose turn it is

@@ -73,6 +73,21 @@ INSTANTIATE_TEST_SUITE_P(All, VaultAcrossDomains,
                                          Loss{"first", 6, 2, {0, 1}}),
                          [](const auto& test) { return std::string(test.param.name); });
 
+TEST(VaultAcrossDomainsCalls, AreCounted) {
+  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  with_groups(2, test::domains_of(1), [&](Group& group) {
+    Vault vault(group, bytes_of_one());
+    vault.recover();
+    put_own(vault, group, 0);
+    const std::vector<CallStats> calls = group.metrics().calls;
+    const auto put = std::find_if(calls.begin(), calls.end(),
+                                  [](const CallStats& one) { return one.call == "put"; });
+    ASSERT_NE(put, calls.end());
+    EXPECT_EQ(put->calls, 1u);
+    group.barrier();
+  });
+}
+
 TEST(VaultAcrossDomainsCalls, RefuseWhatCannotBe) {
   if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
   with_groups(4, test::domains_of(2), [&](Group& group) {
