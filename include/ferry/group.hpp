@@ -366,4 +366,11 @@ class Group {
   std::shared_ptr<Engine> engine_;
 };
 
+/// The ranks of the group's epoch, in their order, meet by a call of the group itself: no store and
+/// no host is needed. For collectives or another group, again after each `regroup`. Gathers are
+/// calls of the group, with its deadline and its on_wait; when a rank dies, it fails, and it can
+/// regroup. Throws Error(invalid_argument) in another epoch than its own, and Error(unsupported)
+/// for a rank without experts on GPUs of one domain.
+std::shared_ptr<Bootstrap> group_bootstrap(const Group& group);
+
 }  // namespace ferry

@@ -30,6 +30,7 @@ const char* name_of(CallKind kind) {
     case CallKind::commit: return "commit";
     case CallKind::recover: return "recover";
     case CallKind::put: return "put";
+    case CallKind::bootstrap: return "bootstrap";
   }
   return "an unknown call";
 }

@@ -32,8 +32,9 @@ enum class CallKind : std::uint32_t {
   commit,
   recover,  ///< of a vault, as the next
   put,
+  bootstrap,  ///< bytes of all ranks, for another group
 };
-inline constexpr std::size_t kCallKinds = static_cast<std::size_t>(CallKind::put) + 1;
+inline constexpr std::size_t kCallKinds = static_cast<std::size_t>(CallKind::bootstrap) + 1;
 
 const char* name_of(CallKind kind);
 /// The call whose name_of this is; none for another name.

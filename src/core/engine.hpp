@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -83,6 +84,8 @@ class Engine {
   virtual bool is_registered(const void* pointer) const = 0;
   virtual void record_stream(const void* /*pointer*/, const Stream& /*stream*/) {}
   virtual void barrier() = 0;
+  /// Collective. [R]: the bytes of each rank of this epoch, nothing of the others.
+  virtual std::vector<std::vector<std::byte>> gather(std::span<const std::byte> mine);
   virtual GroupView group_view() const;
   virtual GroupView regroup();
   virtual bool commit(std::uint64_t step);
@@ -104,6 +107,9 @@ inline void Engine::start_trace(std::size_t /*most*/) {
   throw Error(ErrorKind::unsupported,
               "start_trace: groups with backend host can, this one has backend cuda; its calls "
               "have NVTX ranges and record_function");
+}
+inline std::vector<std::vector<std::byte>> Engine::gather(std::span<const std::byte> /*mine*/) {
+  throw Error(ErrorKind::unsupported, "bootstrap: groups can, collectives cannot");
 }
 inline GroupView Engine::group_view() const {
   GroupView all;

@@ -16,6 +16,7 @@
 #include "base/text.hpp"
 #include "core/check.hpp"
 #include "engine/counts.hpp"
+#include "engine/gather.hpp"
 #include "engine/membership/aside.hpp"
 #include "fabric/lobby.hpp"
 
@@ -128,6 +129,16 @@ void HostEngine::barrier() {
     channel_.swap("barrier", head);
     engine::check_same_call(channel_, "barrier", head.call);
   });
+}
+
+std::vector<std::vector<std::byte>> HostEngine::gather(std::span<const std::byte> mine) {
+  std::vector<std::vector<std::byte>> all;
+  enter("bootstrap", nullptr, [&] {
+    CallSignature call;
+    call.kind = CallKind::bootstrap;
+    all = engine::gather(channel_, "bootstrap: all_gather", call, mine);
+  });
+  return all;
 }
 
 Plan HostEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {

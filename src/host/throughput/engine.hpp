@@ -105,6 +105,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   Tensor empty(const Extents& shape, Dtype dtype) override;
   bool is_registered(const void* pointer) const override;
   void barrier() override;
+  std::vector<std::vector<std::byte>> gather(std::span<const std::byte> mine) override;
   GroupView group_view() const override { return now_.get(); }
   GroupView regroup() override;
   bool commit(std::uint64_t step) override;

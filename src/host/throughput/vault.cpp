@@ -16,7 +16,6 @@ namespace {
 
 constexpr const char* kRecover = "recover";
 constexpr const char* kPut = "put";
-constexpr std::uint64_t kMostToldBytes = std::uint64_t{1} << 28;  // by a rank in one gather
 
 /// The one after `rank` in this ascending list.
 int next_of(const std::vector<int>& ranks, int rank) {
@@ -237,36 +236,6 @@ bool HostVault::make_rooms(const std::vector<int>& owners, StepMessage& head) {
     kept_.push_back({owner, ids_[static_cast<std::size_t>(owner)], std::move(room), false, 0});
   }
   return true;
-}
-
-/// [R]: what each rank tells all others, in as many messages as the longest takes.
-std::vector<std::vector<std::byte>> HostVault::gather(const char* stage,
-                                                      std::span<const std::byte> mine) {
-  std::vector<std::vector<std::byte>> all(static_cast<std::size_t>(channel().size()));
-  const std::size_t most = channel().max_body_bytes();
-  std::size_t longest = 1;
-  for (std::size_t at = 0; at < longest; at += most) {
-    StepMessage head;
-    head.call = signature(CallKind::recover);
-    head.need_bytes = mine.size();
-    const std::size_t from = std::min(at, mine.size());
-    channel().swap(stage, head, mine.subspan(from, std::min(most, mine.size() - from)));
-    engine::check_same_call(channel(), stage, head.call);
-    for (const int peer : channel().ranks()) {
-      std::vector<std::byte>& theirs = all[static_cast<std::size_t>(peer)];
-      if (at == 0) {
-        const std::uint64_t bytes = channel().head(peer).need_bytes;
-        if (bytes > kMostToldBytes) {
-          channel().throw_violation(stage, peer, "tells " + std::to_string(bytes) + " bytes");
-        }
-        theirs.resize(bytes);
-        longest = std::max<std::size_t>(longest, bytes);
-      }
-      if (at >= theirs.size()) continue;
-      std::memcpy(theirs.data() + at, channel().body(peer), std::min(most, theirs.size() - at));
-    }
-  }
-  return all;
 }
 
 /// All shelves of all ranks.

@@ -14,6 +14,7 @@
 
 #include "core/engine.hpp"
 #include "core/vault/table.hpp"
+#include "engine/gather.hpp"
 #include "host/throughput/engine.hpp"
 #include "protocol/shelf.hpp"
 
@@ -135,7 +136,9 @@ class HostVault final : public VaultEngine {
   Role role_of(const Kept& kept, const std::vector<int>& owners) const;
   Room take(std::size_t bytes, StepMessage& head);
   bool make_rooms(const std::vector<int>& owners, StepMessage& head);
-  std::vector<std::vector<std::byte>> gather(const char* stage, std::span<const std::byte> mine);
+  std::vector<std::vector<std::byte>> gather(const char* stage, std::span<const std::byte> mine) {
+    return engine::gather(channel(), stage, signature(CallKind::recover), mine);
+  }
   std::vector<Found> swap_lists(const std::vector<int>& owners);
   void move_to(std::byte* shelf, Version agreed);
   std::vector<Table> read_tables(const std::vector<Found>& found, Version agreed);
