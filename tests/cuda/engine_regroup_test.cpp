@@ -119,6 +119,44 @@ TEST_F(EngineRegroupRefusals, PlansAndRoutesOfLostRanksAreRefused) {
   for (const std::string& problem : problems) ADD_FAILURE() << problem;
 }
 
+/// Some told bytes are nothing, some are longer than those of others.
+void gather_among(Bootstrap& bootstrap, const std::vector<int>& ranks, int here) {
+  const auto told_by = [](int rank, int round) {
+    const auto size = static_cast<std::size_t>((rank + round) % 3 * 3001);
+    return std::vector<std::byte>(size, std::byte(16 * rank + round));
+  };
+  for (int round = 0; round < 3; ++round) {
+    const auto all = bootstrap.all_gather(told_by(here, round), 60s);
+    need(all.size() == ranks.size(), "another number of ranks");
+    for (std::size_t i = 0; i < ranks.size(); ++i) {
+      need(all[i] == told_by(ranks[i], round), "other bytes of rank " + std::to_string(ranks[i]));
+    }
+  }
+}
+
+TEST_F(EngineRegroupRefusals, TheRanksThatAreLeftMeetByTheGroup) {
+  const auto times = shared_times(1);
+  const auto problems = run_losses(
+      4, {0},
+      [&](Bootstrap& bootstrap) {
+        RegroupingRank rank(bootstrap, kRegroupSeed + 3);
+        gather_among(*group_bootstrap(rank.group()), {0, 1, 2, 3}, rank.group().rank());
+        rank.lose(0, DiesAt::dispatch, *times[0]);
+        gather_among(*group_bootstrap(rank.group()), {1, 2, 3}, rank.group().rank());
+        GroupConfig config = config_for({});
+        config.experts = 0;
+        Collectives collectives(group_bootstrap(rank.group()), config);
+        const Tensor x = collectives.empty({64}, Dtype::f32);
+        rank.copier().put(x.data(), std::vector<float>(64, float(rank.group().rank())));
+        collectives.all_reduce(x).wait(60s);
+        need(rank.copier().first<float>(x, 64) == std::vector<float>(64, 6), "another sum");
+        collectives.barrier();
+        rank.step();
+      },
+      100);
+  for (const std::string& problem : problems) ADD_FAILURE() << problem;
+}
+
 /// Nobody has died: all come along.
 TEST_F(EngineRegroupRefusals, AGroupOfWhichNobodyIsLostGoesOn) {
   const auto problems = run_ranks(

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "cuda/runtime/event.hpp"
+#include "engine/gather.hpp"
 #include "engine/growth.hpp"
 
 namespace ferry::cuda {
@@ -230,6 +231,23 @@ void DomainEngine::barrier() {
         engine::check_same_call(channel_, "barrier", head.call);
       },
       config_.on_wait);
+}
+
+std::vector<std::vector<std::byte>> DomainEngine::gather(std::span<const std::byte> mine) {
+  struct Step {
+    std::vector<std::byte> mine;
+    std::vector<std::vector<std::byte>> all{};
+  };
+  DomainCall call(*this, "bootstrap", nullptr);
+  const auto step = std::make_shared<Step>(Step{{mine.begin(), mine.end()}});
+  proxy_->run(
+      [this, step] {
+        CallSignature signature;
+        signature.kind = CallKind::bootstrap;
+        step->all = engine::gather(channel_, "bootstrap: all_gather", signature, step->mine);
+      },
+      config_.on_wait);
+  return std::move(step->all);
 }
 
 MemoryStats DomainEngine::memory() const {

@@ -119,6 +119,7 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
     inside().record_stream(pointer, stream);
   }
   void barrier() override;
+  std::vector<std::vector<std::byte>> gather(std::span<const std::byte> mine) override;
   MemoryStats memory() const override;
   TimeStats time() const override { return inside().time(); }
   NetworkStats network() const override { return parts_.memory->fabric->network_use(); }

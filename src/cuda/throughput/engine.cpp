@@ -324,6 +324,10 @@ void CudaEngine::barrier() {
   finish("barrier", launch.finish());
 }
 
+std::vector<std::vector<std::byte>> CudaEngine::gather(std::span<const std::byte> mine) {
+  return cuda::gather(*this, mine);
+}
+
 bool CudaEngine::commit(std::uint64_t step) {
   const std::optional<Error> refusal = now_.refusal_of(step);
   Launch launch(*this, "commit", nullptr);

@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -89,6 +90,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   bool is_registered(const void* pointer) const override;
   void record_stream(const void* pointer, const Stream& stream) override;
   void barrier() override;
+  std::vector<std::vector<std::byte>> gather(std::span<const std::byte> mine) override;
   ferry::GroupView group_view() const override { return now_.get(); }
   ferry::GroupView regroup() override;
   bool commit(std::uint64_t step) override;

@@ -1,8 +1,11 @@
 // Dispatch and combine of the CUDA engine, for its public calls and for a group that is larger than
 // the engine.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <span>
+#include <vector>
 
 #include "ferry/group.hpp"
 
@@ -28,6 +31,8 @@ Received dispatch_split(CudaEngine& engine, const ConstTensorView& x, const Plan
                         const DispatchOptions& options, const SplitDispatch& split);
 Received plan_and_dispatch(CudaEngine& engine, const ConstTensorView& x,
                            const ConstTensorView& topk_idx, const DispatchOptions& options);
+/// [R]: the bytes of each rank of the epoch, nothing of the others.
+std::vector<std::vector<std::byte>> gather(CudaEngine& engine, std::span<const std::byte> mine);
 
 inline constexpr const char* kCombine = "combine";
 
