@@ -23,7 +23,16 @@ from ferry._ferry import (
     Stream,
     TimeStats,
 )
-from ferry.bootstrap import Bootstrap, from_all_gather, from_environment, from_mpi, tcp, threads
+from ferry.bootstrap import (
+    Bootstrap,
+    from_all_gather,
+    from_environment,
+    from_group,
+    from_mpi,
+    from_store,
+    tcp,
+    threads,
+)
 from ferry.errors import (
     DeadlineExceededError,
     DestroyedError,
@@ -155,7 +164,9 @@ __all__ = [
     "Window",
     "from_all_gather",
     "from_environment",
+    "from_group",
     "from_mpi",
+    "from_store",
     "has_cuda",
     "serve_metrics",
     "set_log",

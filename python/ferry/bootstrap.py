@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable
 
 from ferry import _ferry
-from ferry.arguments import INT32_MAX, flag, integer, refuse, seconds, text
+from ferry.arguments import INT32_MAX, describe, flag, instance, integer, refuse, seconds, text
+from ferry.errors import DeadlineExceededError
+from ferry.group import Group
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -99,6 +103,96 @@ def from_all_gather(
     rank = integer("from_all_gather: rank", rank, 0, size - 1)
     address = text("from_all_gather: own_address", own_address)
     return _ferry.from_all_gather(rank, size, fn, address)
+
+
+def from_store(
+    store: Any, rank: int, size: int, *, name: str = "ferry", own_address: str | None = None
+) -> Bootstrap:
+    """Ranks that meet in a store: torch's TCPStore, FileStore, HashStore or PrefixStore, or any object with `set(key, bytes)`, `get(key)`, which waits for the key, and
+    `add(key, number)`, which adds to a count and returns it.
+
+    The store is used while groups are made, and its own timeout ends its waits. Then
+    `DeadlineExceededError` names the rank that did not come.
+
+    name: of the job, before all keys. The n-th meeting of a rank is with the n-th of the others. So
+        a job that starts anew in the same store after a meeting that failed takes another name.
+    own_address: as of `from_all_gather`; None: the address from which this host reaches the store.
+    """
+    for method in ("set", "get", "add"):
+        if not callable(getattr(store, method, None)):
+            got = f"an object of type {type(store).__name__} without {method}()"
+            refuse("from_store: store", got, "one as torch.distributed.TCPStore")
+    size = integer("from_store: size", size, 1, INT32_MAX)
+    rank = integer("from_store: rank", rank, 0, size - 1)
+    if own_address is None:
+        own_address = address_towards(store)
+    meeting = next_meeting(store, rank, size, text("from_store: name", name))
+    rounds = itertools.count()
+
+    def all_gather(mine: bytes) -> list[bytes]:
+        keys = f"{meeting}/{next(rounds)}"
+        store.set(f"{keys}/{rank}", mine)
+        return [_of_peer(store, keys, peer, rank) for peer in range(size)]
+
+    return from_all_gather(rank, size, all_gather, own_address)
+
+
+def next_meeting(store: Any, rank: int, size: int, name: str) -> str:
+    """Before the keys of this rank's next meeting. A store may outlive a group, and has its keys
+    when the next one is made."""
+    return f"{name}/{size}/{store.add(f'{name}/{size}/meetings/{rank}', 1)}"
+
+
+def _of_peer(store: Any, keys: str, peer: int, rank: int) -> bytes:
+    try:
+        value = store.get(f"{keys}/{peer}")
+    except Exception as error:
+        # Of torch it is RuntimeError or DistStoreError by version and store.
+        if not isinstance(error, TimeoutError) and "timeout" not in str(error).lower():
+            raise
+        raise DeadlineExceededError(
+            f"from_store: rank {rank} waits for rank {peer}, which has not come: {error}; does it "
+            "run, with the same store, size and name?",
+            rank=rank,
+            peer=peer,
+            stage="bootstrap: all_gather",
+        ) from error
+    if not isinstance(value, bytes):
+        refuse("from_store: store.get", describe(value), "the bytes that were set")
+    return value
+
+
+def address_towards(store: Any) -> str:
+    """The address from which this host reaches a store, or else MASTER_ADDR; empty where there is
+    neither: then all ranks must be on one host, or FERRY_HOST be set."""
+    import socket
+
+    while getattr(store, "host", None) is None and hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR")
+    if not host:
+        return ""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def from_group(group: Group) -> Bootstrap:
+    """The ranks of a group's epoch, renumbered from 0 in their order: `group.view().ranks`. They
+    meet by calls of the group itself, so that no store and no host is needed; again after each
+    `Group.regroup`. For `Collectives`, or another group:
+
+        collectives = ferry.Collectives(ferry.from_group(group))
+
+    Collective where it is used, in the order of the group's calls and with the group's deadline.
+    When a rank dies meanwhile, it raises `PeerFailedError` as any call of the group, and the ranks
+    that are left regroup. Raises `InvalidArgumentError` in a later epoch.
+    """
+    return _ferry.from_group(instance("from_group: group", group, Group, "a ferry.Group")._raw)
 
 
 def from_mpi(comm: Any) -> Bootstrap:

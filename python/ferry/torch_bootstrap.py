@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,24 +9,7 @@ import torch
 
 from ferry._ferry import Bootstrap
 from ferry.arguments import refuse
-from ferry.bootstrap import from_all_gather
-
-
-def own_address(store: Any) -> str:
-    """The address from which this host reaches the store of a process group, or else MASTER_ADDR;
-    empty where there is neither: then all ranks must be on one host, or FERRY_HOST be set."""
-    while getattr(store, "host", None) is None and hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR")
-    if not host:
-        return ""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
+from ferry.bootstrap import address_towards, from_all_gather
 
 
 def from_process_group(pg: Any = None) -> Bootstrap:
@@ -58,5 +39,5 @@ def from_process_group(pg: Any = None) -> Bootstrap:
 
     store = dist.distributed_c10d._get_default_store()
     return from_all_gather(
-        dist.get_rank(pg), dist.get_world_size(pg), all_gather, own_address(store)
+        dist.get_rank(pg), dist.get_world_size(pg), all_gather, address_towards(store)
     )

@@ -9,7 +9,6 @@ Tensors that are not on the CPU go to a process group of their device, made at t
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -23,10 +22,9 @@ import torch.distributed as dist
 from ferry import torch_reductions
 from ferry._ferry import Stream
 from ferry.arguments import refuse
-from ferry.bootstrap import from_all_gather
+from ferry.bootstrap import from_store, next_meeting
 from ferry.collectives import Collectives
 from ferry.tensors import dense, storage_of
-from ferry.torch_bootstrap import own_address
 from ferry.torch_work import AllWork, FerryWork, TransferWork, WorkerWork, guarded
 
 _MOST_SECONDS = 1e8
@@ -78,19 +76,10 @@ class FerryProcessGroup(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg, arg-type]
-        # A store may outlive a group and have its keys when the next group of that name is made.
-        before = (store.add(f"ferry/{size}", 1) - 1) // size
-        store = dist.distributed_c10d.PrefixStore(f"ferry/{size}/{before}", store)
+        store = dist.distributed_c10d.PrefixStore(next_meeting(store, rank, size, "ferry"), store)
         self._rank, self._size, self._store, self._limit = rank, size, store, timeout
         self._timeout = min(timeout.total_seconds(), _MOST_SECONDS)
-        rounds = itertools.count()
-
-        def all_gather(mine: bytes) -> list[bytes]:
-            key = str(next(rounds))
-            store.set(f"{key}/{rank}", mine)
-            return [store.get(f"{key}/{r}") for r in range(size)]
-
-        boot = from_all_gather(rank, size, all_gather, own_address(store))
+        boot = from_store(store, rank, size)
         self._ranks = Collectives(boot, deadline=self._timeout, memory_bytes=1 << 20)
         self._transfers = Stream()
         self._worker = ThreadPoolExecutor(1, "ferry-process-group", self._is_worker)

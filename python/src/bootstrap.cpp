@@ -6,6 +6,7 @@
 
 #include "arguments.hpp"
 #include "bind.hpp"
+#include "group.hpp"
 #include "repr.hpp"
 
 namespace ferry::python {
@@ -137,6 +138,10 @@ void bind_bootstrap(nb::module_& m) {
         return connect(std::move(options), deadline);
       },
       nb::arg("rank"), nb::arg("size"), nb::arg("deadline"));
+  m.def(
+      "from_group",
+      [](const HeldGroup& group) { return HeldBootstrap(group_bootstrap(group.get())); },
+      nb::arg("group"), nb::sig("def from_group(group: Group) -> Bootstrap"));
   m.def("from_all_gather", &from_all_gather, nb::arg("rank"), nb::arg("size"), nb::arg("fn"),
         nb::arg("own_address"),
         nb::sig("def from_all_gather(rank: int, size: int, fn: "

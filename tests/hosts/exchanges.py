@@ -3,8 +3,9 @@
     exchanges.py [--latency | --elastic [--arbiter]] DEADLINE FOLDER FABRIC CROSSING
 
 Prints lines of JSON. In throughput mode it exchanges until an error, and with --elastic, where it
-commits its steps, it goes on by `regroup`; in latency mode (with masks) it exchanges until
-FOLDER/again is there; every sum is checked. Then it waits for FOLDER/again, and tries a new group.
+commits its steps, it goes on by `regroup`, and makes collectives of those that are left; in latency
+mode (with masks) it exchanges until FOLDER/again is there; every sum is checked. Then it waits for
+FOLDER/again, and tries a new group.
 """
 
 from __future__ import annotations
@@ -99,12 +100,22 @@ def regroup(group: ferry.Group, again: Path) -> None:
         for step in range(view.step + 1, view.step + GOES_ON):
             exchange(group, step)
             group.commit(step)
+        sum_by_collectives(group)
         say(ranks=view.ranks, epoch=view.epoch)
         while not again.exists():  # the arbiter's file goes with the last rank of the view
             time.sleep(0.05)
         group.barrier()
     except ferry.Error as error:
         say(stopped=str(error))
+
+
+def sum_by_collectives(group: ferry.Group) -> None:
+    """They meet by the group: the host that had the store may be gone."""
+    with ferry.Collectives(ferry.from_group(group), deadline=30.0, memory_bytes=1 << 20) as ranks:
+        x = np.full(1000, group.rank, np.float32)
+        ranks.all_reduce(x)
+        np.testing.assert_array_equal(x, sum(group.view().ranks))
+        ranks.barrier()
 
 
 def without_some(group: ferry.Group, again: Path) -> None:

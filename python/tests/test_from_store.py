@@ -1,0 +1,133 @@
+"""Ranks that meet in a store: torch's, and any object with its set, get and add."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from rank_processes import free_port
+from rank_threads import DEADLINE, run_threads
+from test_processes import check_good, environment, finish, start
+
+import ferry
+
+
+class DictStore:
+    """Of threads."""
+
+    def __init__(self, deadline: float = DEADLINE) -> None:
+        self.deadline = deadline
+        self.keys: dict[str, Any] = {}
+        self.changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self.changed:
+            self.keys[key] = value
+            self.changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.keys, self.deadline):
+                raise TimeoutError(f"no key {key}")
+            return self.keys[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self.changed:
+            self.keys[key] = self.keys.get(key, 0) + amount
+            return self.keys[key]
+
+
+def meet(store: Any, rank: int, size: int) -> None:
+    boot = ferry.from_store(store, rank, size)
+    assert (boot.rank, boot.size) == (rank, size)
+    with ferry.Group(boot, experts=size, deadline=DEADLINE, memory_bytes=1 << 20) as group:
+        plan = group.plan(np.arange(size)[None])
+        got = group.dispatch(np.full((1, 16), rank, np.float32), plan).x
+        assert got[:, 0].tolist() == list(range(size))
+        group.barrier()
+
+
+@pytest.mark.parametrize("make", [DictStore, dist.HashStore])
+def test_threads_meet_again_and_again(make: Any) -> None:
+    store = make()
+
+    def rank(number: int) -> None:
+        for _ in range(3):
+            meet(store, number, 3)
+
+    run_threads(3, rank)
+
+
+def test_meetings_that_are_begun_ahead_do_not_mix() -> None:
+    store = DictStore()
+
+    def rank(number: int) -> None:
+        first = ferry.from_store(store, number, 2)
+        second = ferry.from_store(store, number, 2)
+        other = ferry.from_store(store, number, 2, name="other")
+        for boot, words in ((other, b"third"), (first, b"first"), (second, b"second")):
+            assert boot.all_gather(words + b"%d" % number) == [words + b"0", words + b"1"]
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("store", ["file", "prefix"])
+def test_processes_meet(store: str, tmp_path: Any) -> None:
+    tcp = "dist.TCPStore('127.0.0.1', {port}, None, rank == 0, wait_for_workers=False)"
+    makers = {
+        "file": f"dist.FileStore({str(tmp_path / 'store')!r}, 3)",
+        "prefix": f"dist.PrefixStore('job', {tcp})",
+    }
+    code = f"""
+        import torch.distributed as dist
+        rank = int(os.environ["RANK"])
+        store = {makers[store].format(port=free_port())}
+        exchange(ferry.from_store(store, rank, 3))
+        store.add("end", 1)
+        while store.add("end", 0) < 3:  # the server leaves last
+            pass
+    """
+    check_good(finish([start(code, **v) for v in environment(3)]))
+
+
+def hasty(store: Any) -> Any:
+    store.set_timeout(timedelta(seconds=1))
+    return store
+
+
+@pytest.mark.parametrize("kind", ["dict", "hash", "file", "tcp"])
+def test_a_rank_that_does_not_come_is_named(kind: str, tmp_path: Any) -> None:
+    makers = {
+        "dict": lambda: DictStore(1),
+        "hash": lambda: hasty(dist.HashStore()),
+        "file": lambda: hasty(dist.FileStore(str(tmp_path / "store"), 2)),
+        "tcp": lambda: hasty(dist.TCPStore("127.0.0.1", free_port(), None, True)),
+    }
+    boot = ferry.from_store(makers[kind](), 0, 2)
+    with pytest.raises(ferry.DeadlineExceededError, match="rank 0 waits for rank 1") as caught:
+        ferry.Group(boot, experts=2)
+    assert (caught.value.rank, caught.value.peer) == (0, 1)
+
+
+def test_what_is_no_store_is_refused() -> None:
+    with pytest.raises(ferry.InvalidArgumentError, match=r"store: got .*dict without set\(\)"):
+        ferry.from_store({}, 0, 1)
+    with pytest.raises(ferry.InvalidArgumentError, match="from_store: rank: got 2"):
+        ferry.from_store(DictStore(), 2, 2)
+    with pytest.raises(ferry.InvalidArgumentError, match="from_store: name: got 7"):
+        ferry.from_store(DictStore(), 0, 2, name=7)  # type: ignore[arg-type]
+    store = DictStore()
+    store.get = lambda key: "words"  # type: ignore[assignment, method-assign, return-value]
+    with pytest.raises(ferry.InvalidArgumentError, match=r"store.get: got 'words'"):
+        ferry.from_store(store, 0, 1).all_gather(b"bytes")
+
+    class Broken(DictStore):
+        def get(self, key: str) -> bytes:
+            raise ConnectionResetError("the server is gone")
+
+    with pytest.raises(ConnectionResetError, match="the server is gone"):
+        ferry.Group(ferry.from_store(Broken(), 0, 2), experts=2)
