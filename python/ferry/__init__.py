@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from ferry import tensorflow as tensorflow
     from ferry import torch as torch
     from ferry.collectives import Choice, Collectives, Window
+    from ferry.etcd import EtcdStore
     from ferry.experts import BatchBalancer, ExpertPlacement
     from ferry.latency import LatencyCombined, LatencyExchange, LatencyReceived
     from ferry.vault import Vault
@@ -79,6 +80,7 @@ _ON_DEMAND = {
     "BatchBalancer": "experts",
     "Choice": "collectives",
     "Collectives": "collectives",
+    "EtcdStore": "etcd",
     "ExpertPlacement": "experts",
     "LatencyCombined": "latency",
     "LatencyExchange": "latency",
@@ -136,6 +138,7 @@ __all__ = [
     "DeadlineExceededError",
     "DestroyedError",
     "Error",
+    "EtcdStore",
     "Event",
     "EvictedError",
     "ExhaustedError",

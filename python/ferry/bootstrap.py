@@ -108,7 +108,8 @@ def from_all_gather(
 def from_store(
     store: Any, rank: int, size: int, *, name: str = "ferry", own_address: str | None = None
 ) -> Bootstrap:
-    """Ranks that meet in a store: torch's TCPStore, FileStore, HashStore or PrefixStore, or any object with `set(key, bytes)`, `get(key)`, which waits for the key, and
+    """Ranks that meet in a store: torch's TCPStore, FileStore, HashStore or PrefixStore, an
+    `EtcdStore`, or any object with `set(key, bytes)`, `get(key)`, which waits for the key, and
     `add(key, number)`, which adds to a count and returns it.
 
     The store is used while groups are made, and its own timeout ends its waits. Then
@@ -121,7 +122,7 @@ def from_store(
     for method in ("set", "get", "add"):
         if not callable(getattr(store, method, None)):
             got = f"an object of type {type(store).__name__} without {method}()"
-            refuse("from_store: store", got, "one as torch.distributed.TCPStore")
+            refuse("from_store: store", got, "one as torch.distributed.TCPStore or ferry.EtcdStore")
     size = integer("from_store: size", size, 1, INT32_MAX)
     rank = integer("from_store: rank", rank, 0, size - 1)
     if own_address is None:

@@ -33,6 +33,7 @@ optional_stage() {
     "advzip") echo "(smaller wheels)" ;;
     "SimGrid headers") echo "(ferry simulate)" ;;
     "Prometheus") echo "(metrics scraped by Prometheus)" ;;
+    "etcd") echo "(ranks that meet in etcd)" ;;
     "libfabric headers" | "fi_info" | "ip") echo network ;;
   esac
 }

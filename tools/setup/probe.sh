@@ -131,6 +131,7 @@ collect_missing() {
     need "fi_info" "libfabric-bin" have fi_info
     need "ip" "iproute2" have ip
     need "Prometheus" "prometheus" have prometheus
+    need "etcd" "etcd-server" have etcd
     need "clang with libFuzzer" "$(clang_packages)" find_clangxx
     if [[ $(uname -m) != aarch64 ]]; then
       need "Arm64 cross compiler" "g++-aarch64-linux-gnu" have aarch64-linux-gnu-g++

@@ -1,0 +1,241 @@
+"""etcd as the store where ranks meet: a real one, and what is none."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import json
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_processes import free_port
+from rank_threads import run_threads
+from test_from_store import meet
+from test_processes import check_good, environment, finish, start
+
+import ferry
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of an etcd of this test."""
+    program = shutil.which("etcd")
+    if program is None:
+        pytest.skip("etcd is not installed (Debian's etcd-server: tools/setup/install.sh test)")
+    folder = tmp_path_factory.mktemp("etcd")
+    url, peers = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    command = [program, "--data-dir", str(folder / "data"), "--unsafe-no-fsync"]
+    command += ["--listen-client-urls", url, "--advertise-client-urls", url]
+    command += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers]
+    command += ["--initial-cluster", f"default={peers}"]
+    with (folder / "log").open("w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        await_health(url, server, folder / "log")
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def await_health(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        assert server.poll() is None, log.read_text()
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as page:
+                if json.load(page)["health"] == "true":
+                    return
+        except OSError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError(log.read_text())
+
+
+def all_keys(url: str) -> list[dict[str, Any]]:
+    store = ferry.EtcdStore(url)
+    everything = {"key": "AA==", "range_end": "AA=="}
+    return store._ask("/v3/kv/range", everything, time.monotonic() + 10).get("kvs", [])
+
+
+def test_set_get_and_add(etcd: str) -> None:
+    store, other = ferry.EtcdStore(etcd), ferry.EtcdStore(etcd + "/")
+    assert repr(store) == f"<ferry.EtcdStore: {etcd}>"
+    for value in (b"", bytes(range(256)), b"x" * 1_000_000):
+        store.set("one/\u00fc", value)
+        assert other.get("one/\u00fc") == value
+    with pytest.raises(ferry.DeadlineExceededError, match="there is no key 'two' after 1 s"):
+        ferry.EtcdStore(etcd, deadline=1).get("two")
+    threading.Timer(0.2, store.set, ("late", b"come")).start()
+    assert ferry.EtcdStore(etcd).get("late") == b"come"
+
+    def count(_: int) -> list[int]:
+        return [store.add("count", 1) for _ in range(20)]
+
+    counted = [number for each in run_threads(4, count) for number in each]
+    assert sorted(counted) == list(range(1, 81))
+    with pytest.raises(ferry.InvalidArgumentError, match="expected a number"):
+        store.add("late", 1)
+    with pytest.raises(ferry.SystemCallError, match=r"status 429, .*larger than max"):
+        store.set("large", bytes(3_000_000))
+
+
+def test_nothing_stays_for_ever(etcd: str) -> None:
+    ferry.EtcdStore(etcd, ttl=1).set("short", b"life")
+    assert all(int(one["lease"]) > 0 for one in all_keys(etcd))
+    end = time.monotonic() + 30
+    while any(base64.b64decode(one["key"]) == b"short" for one in all_keys(etcd)):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_a_count_that_etcd_has_dropped_goes_on(etcd: str) -> None:
+    store = ferry.EtcdStore(etcd)
+    assert [store.add("dropped", 1) for _ in range(2)] == [1, 2]
+    gone = {"key": base64.b64encode(b"dropped").decode()}
+    store._ask("/v3/kv/deleterange", gone, time.monotonic() + 10)
+    assert store.add("dropped", 1) == 3
+
+
+def test_threads_meet_again_and_again(etcd: str) -> None:
+    def rank(number: int) -> None:
+        store = ferry.EtcdStore(etcd)
+        assert store.host == "127.0.0.1"
+        for _ in range(2):
+            meet(store, number, 3)
+
+    run_threads(3, rank)
+
+
+def test_processes_meet(etcd: str) -> None:
+    code = f"""
+        store = ferry.EtcdStore({etcd!r})
+        exchange(ferry.from_store(store, int(os.environ["RANK"]), 3, name="job 7"))
+    """
+    check_good(finish([start(code, **v) for v in environment(3)]))
+    assert any(base64.b64decode(one["key"]).startswith(b"job 7/3/") for one in all_keys(etcd))
+
+
+def test_a_rank_that_does_not_come_is_named(etcd: str) -> None:
+    boot = ferry.from_store(ferry.EtcdStore(etcd, deadline=2), 0, 2, name="alone")
+    with pytest.raises(ferry.DeadlineExceededError, match="rank 0 waits for rank 1") as caught:
+        ferry.Group(boot, experts=2)
+    assert caught.value.peer == 1
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    said: bytes = b""
+    status = 200
+
+    def do_POST(self) -> None:
+        self.send_response(self.status)
+        self.end_headers()
+        try:
+            for at in range(0, len(self.said), 1 << 20):
+                self.wfile.write(self.said[at : at + (1 << 20)])
+        except OSError:  # who asks has had enough
+            pass
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def server(said: bytes, status: int = 200) -> Iterator[str]:
+    handler = type("These", (Answers,), {"said": said, "status": status})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as one:
+        threading.Thread(target=one.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{one.server_port}"
+        one.shutdown()
+
+
+def kvs(**fields: Any) -> bytes:
+    return json.dumps({"kvs": [fields]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (b"<html>hello</html>", "expected JSON in an answer, got b'<html>hello"),
+        (b"[" * 100_000, r"expected JSON in an answer, got b'\[\["),
+        (b"[]", "expected an object of JSON"),
+        (b'{"kvs": 7}', "expected a list of keys in an answer, got 7"),
+        (b'{"kvs": [7]}', r"expected a list of keys in an answer, got \[7\]"),
+        (kvs(value="!!!!", mod_revision="1"), "'key' in base64 in an answer, got '?!!!!"),
+        (kvs(value=7, mod_revision="1"), "'key' in base64 in an answer, got 7"),
+        (kvs(value="AAAA", mod_revision="9" * 5000), "a number as mod_revision"),
+        (kvs(value="AAAA", mod_revision=-1), "a number as mod_revision"),
+        (kvs(value="AAAA"), "a number as mod_revision in an answer, got None"),
+        (kvs(value="A" * (8 << 20)), "expected at most 4194304 bytes"),
+    ],
+)
+def test_answers_that_no_etcd_gives(said: bytes, words: str) -> None:
+    with server(said) as url, pytest.raises(ferry.MismatchError, match=words) as caught:
+        ferry.EtcdStore(url, deadline=20).get("key")
+    assert url in str(caught.value) and "3.4 or newer" in str(caught.value)
+
+
+def test_what_is_no_etcd_is_named() -> None:
+    with server(b"no such page", 404) as url:
+        with pytest.raises(ferry.SystemCallError, match="404, b'no such page'; expected an etcd"):
+            ferry.EtcdStore(url).get("key")
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ferry.SystemCallError, match=f"{url}: .*refused; expected an etcd"):
+        ferry.EtcdStore(url).set("key", b"")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ferry.DeadlineExceededError, match=r"does not answer after 0\.3 s"):
+            ferry.EtcdStore(url, deadline=0.3).get("key")
+
+
+def test_an_answer_that_does_not_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            there, _ = listener.accept()
+            with there:
+                try:
+                    there.sendall(b"HTTP/1.1 200 OK\r\n\r\n{")
+                    while True:
+                        there.sendall(b" ")
+                        time.sleep(0.02)
+                except OSError:
+                    pass
+
+        threading.Thread(target=drip, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ferry.DeadlineExceededError, match="its answer does not end, after"):
+            ferry.EtcdStore(url, deadline=0.5).get("key")
+
+
+def test_an_answer_that_is_no_http() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            there, _ = listener.accept()
+            with there:
+                there.recv(1 << 16)
+                there.sendall(b"\0\1\2 hello\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ferry.MismatchError, match="expected HTTP in an answer"):
+            ferry.EtcdStore(url, deadline=20).get("key")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["127.0.0.1:2379", "ftp://host", "http://", "http://a:b@host", "http://h:x", "http://h/v3"],
+)
+def test_urls_that_cannot_be(url: str) -> None:
+    with pytest.raises(ferry.InvalidArgumentError, match="EtcdStore: url: got"):
+        ferry.EtcdStore(url)
