@@ -46,16 +46,7 @@ class EtcdStore:
         ttl: int = 3600,
         context: SSLContext | None = None,
     ) -> None:
-        parts = urlsplit(text("EtcdStore: url", url))
-        try:
-            host, bare = parts.hostname, parts.username is None and parts.path in ("", "/")
-            bare = bare and not parts.query and (parts.port is None or parts.port > 0)
-        except ValueError:
-            host, bare = None, False
-        if parts.scheme not in ("http", "https") or not host or not bare:
-            refuse("EtcdStore: url", describe(url), '"http://HOST:PORT" or "https://HOST:PORT"')
-        self.host: str = host
-        self._url = f"{parts.scheme}://{parts.netloc}"
+        self._url, self.host = _checked(text("EtcdStore: url", url))
         self._deadline = seconds("EtcdStore: deadline", deadline)
         self._ttl = integer("EtcdStore: ttl", ttl, 1, INT32_MAX)
         handlers: list[Any] = [urllib.request.ProxyHandler({})]
@@ -97,11 +88,12 @@ class EtcdStore:
             total = max(before, self._counts.get(key, 0)) + amount
             same = {"key": _coded(key), "target": "MOD", "mod_revision": str(revision)}
             put = {"request_put": self._put_of(key, str(total).encode(), until)}
-            if self._ask("/v3/kv/txn", {"compare": [same], "success": [put]}, until).get(
-                "succeeded"
-            ):
+            done = self._ask("/v3/kv/txn", {"compare": [same], "success": [put]}, until)
+            if done.get("succeeded"):
                 self._counts[key] = total
                 return total
+            if time.monotonic() >= until:
+                raise self._late(f"others still change key {key!r}")
 
     def _put_of(self, key: str, value: bytes, until: float) -> dict[str, str]:
         """Under a lease that lasts for half of the time at least."""
@@ -188,6 +180,19 @@ class EtcdStore:
 
     def __repr__(self) -> str:
         return f"<ferry.EtcdStore: {self._url}>"
+
+
+def _checked(url: str) -> tuple[str, str]:
+    """The same without what follows the port, and its host."""
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https") and parts.username is None and parts.port != 0
+        fits = fits and bool(parts.hostname) and parts.path in ("", "/") and not parts.query
+    except ValueError:  # of a port that is none, or brackets
+        fits = False
+    if not fits:
+        refuse("EtcdStore: url", describe(url), '"http://HOST:PORT" or "https://HOST:PORT"')
+    return f"{parts.scheme}://{parts.netloc}", parts.hostname or ""
 
 
 def _coded(data: str | bytes) -> str:

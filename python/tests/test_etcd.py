@@ -184,6 +184,14 @@ def test_answers_that_no_etcd_gives(said: bytes, words: str) -> None:
     assert url in str(caught.value) and "3.4 or newer" in str(caught.value)
 
 
+def test_a_count_that_others_change_for_ever() -> None:
+    with server(b"{}") as url:
+        store = ferry.EtcdStore(url, deadline=0.5)
+        store._lease, store._lease_until = "7", time.monotonic() + 100
+        with pytest.raises(ferry.DeadlineExceededError, match=f"{url}: .* after 0.5 s"):
+            store.add("key", 1)
+
+
 def test_what_is_no_etcd_is_named() -> None:
     with server(b"no such page", 404) as url:
         with pytest.raises(ferry.SystemCallError, match="404, b'no such page'; expected an etcd"):
@@ -234,7 +242,15 @@ def test_an_answer_that_is_no_http() -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["127.0.0.1:2379", "ftp://host", "http://", "http://a:b@host", "http://h:x", "http://h/v3"],
+    [
+        "127.0.0.1:2379",
+        "ftp://host",
+        "http://",
+        "http://a:b@host",
+        "http://h:x",
+        "http://h/v3",
+        "http://[",
+    ],
 )
 def test_urls_that_cannot_be(url: str) -> None:
     with pytest.raises(ferry.InvalidArgumentError, match="EtcdStore: url: got"):
