@@ -115,9 +115,11 @@ def from_store(
     The store is used while groups are made, and its own timeout ends its waits. Then
     `DeadlineExceededError` names the rank that did not come.
 
-    name: of the job, before all keys. The n-th meeting of a rank is with the n-th of the others. So
-        a job that starts anew in the same store after a meeting that failed takes another name.
-    own_address: as of `from_all_gather`; None: the address from which this host reaches the store.
+    Args:
+        name: of the job, before all keys. The n-th meeting of a rank is with the n-th of the
+            others. So a job that starts anew in the same store after a meeting that failed takes
+            another name.
+        own_address: as of `from_all_gather`; None: from which this host reaches the store.
     """
     for method in ("set", "get", "add"):
         if not callable(getattr(store, method, None)):

@@ -157,6 +157,16 @@ TEST_F(EngineRegroupRefusals, TheRanksThatAreLeftMeetByTheGroup) {
   for (const std::string& problem : problems) ADD_FAILURE() << problem;
 }
 
+TEST_F(EngineRegroupRefusals, RanksOfSeveralDomainsMeetByTheGroup) {
+  GroupConfig config = config_for({});
+  config.domain_size = 2;
+  on_ranks(4, false, config, [&](Seat& seat) {
+    gather_among(*group_bootstrap(seat.group), {0, 1, 2, 3}, seat.rank());
+    seat.group.barrier();
+    seat.meet();
+  });
+}
+
 /// Nobody has died: all come along.
 TEST_F(EngineRegroupRefusals, AGroupOfWhichNobodyIsLostGoesOn) {
   const auto problems = run_ranks(
