@@ -118,6 +118,12 @@ CallSettings ExchangeTuner::next(const TuningKey& key) {
   return settings_at(key, found->second.next());
 }
 
+ExchangeTuner::State ExchangeTuner::state(const TuningKey& key) const {
+  const auto found = searches_.find(key);
+  const TuningSearch search = found == searches_.end() ? TuningSearch(grid_of(key)) : found->second;
+  return {settings_at(key, search.next()), settings_at(key, search.best()), search.settled()};
+}
+
 void ExchangeTuner::observe(const TuningKey& key, const CallSettings& settings, std::int64_t tokens,
                             double seconds) {
   const auto found = searches_.find(key);

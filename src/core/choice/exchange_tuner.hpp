@@ -43,6 +43,12 @@ class ExchangeTuner {
                          int most_sms = 0);
 
   CallSettings next(const TuningKey& key);
+  /// How far such calls are; begins no search.
+  struct State {
+    CallSettings next{}, best{};
+    bool settled = false;
+  };
+  State state(const TuningKey& key) const;
   /// A call made so took so long on its slowest rank, `tokens` being those of the rank with most.
   void observe(const TuningKey& key, const CallSettings& settings, std::int64_t tokens,
                double seconds);
