@@ -148,7 +148,8 @@ GpuEvent EventPool::take() {
   }
   if (event == nullptr) {
     const OnDevice here(device_);
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    const unsigned flags = timed_ ? cudaEventDefault : cudaEventDisableTiming;
+    check(cudaEventCreateWithFlags(&event, flags), "cudaEventCreateWithFlags");
   }
   return {event, [pool = shared_from_this()](cudaEvent_t done) {
             std::scoped_lock lock(pool->mutex_);

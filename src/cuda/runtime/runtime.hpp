@@ -48,13 +48,14 @@ unsigned long long id_of(cudaStream_t stream);
 /// Keeps `things` as long as the graph or anything made of it can run.
 void keep_with_graph(cudaGraph_t graph, std::vector<std::shared_ptr<void>> things);
 
-/// An event without time stamps; goes back to its pool with the last copy.
+/// Goes back to its pool with the last copy.
 using GpuEvent = std::shared_ptr<std::remove_pointer_t<cudaEvent_t>>;
 
 /// Thread-safe. Events live as long as the pool, and that as long as an event is out.
 class EventPool : public std::enable_shared_from_this<EventPool> {
  public:
-  explicit EventPool(int device) : device_(device) {}
+  /// Whose events have time stamps, if they are `timed`.
+  explicit EventPool(int device, bool timed = false) : device_(device), timed_(timed) {}
   ~EventPool();
   int device() const { return device_; }
   EventPool(const EventPool&) = delete;
@@ -65,6 +66,7 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
 
  private:
   int device_;
+  bool timed_;
   std::mutex mutex_;
   std::vector<cudaEvent_t> free_;
 };

@@ -71,6 +71,7 @@ Launch::Launch(CudaEngine& engine, const char* call, const Stream* stream, int t
   record_->failure = &record_->pinned().failure;
   record_->epoch = engine_.epoch_end_;
   if (!is_beside()) order_after_last();
+  if (!capture_.active) engine_.take_times();
 }
 
 Launch::Launch(Launch& before, const char* call)
@@ -176,6 +177,14 @@ void Launch::watch_end() {
   record_->dead_then = word;
 }
 
+void Launch::begin_timing() {
+  if (timing_ && !timing_->begin) timing_->begin = engine_.clock_.mark(stream_);
+}
+
+void Launch::end_timing() {
+  if (timing_ && timing_->begin && !timing_->end) timing_->end = engine_.clock_.mark(stream_);
+}
+
 void Launch::capture_end(GpuEvent event) {
   engine_.has_graphs_ = true;
   engine_.captured_last_ = std::move(event);
@@ -218,6 +227,7 @@ GpuEvent Launch::mark_end() {
 
 Event Launch::finish() {
   GpuEvent event;
+  end_timing();
   if (ends_untold()) {
     record_->ends_untold(told_, stream_);
   } else {
@@ -233,6 +243,11 @@ Event Launch::finish() {
   if (!is_beside()) {
     engine_.last_ = record_;
     engine_.last_stream_ = stream_id_;
+  }
+  if (timing_ && timing_->end) {
+    timing_->record = record_;
+    engine_.clock_.add(std::move(*timing_));
+    timing_.reset();
   }
   auto state = std::make_shared<CallEvent>(engine_.weak_from_this(), record_, engine_.words_,
                                            engine_.device().index);
@@ -252,6 +267,7 @@ Event Launch::finish() {
 }
 
 Launch::~Launch() {
+  if (timing_) engine_.tuner_.lost(timing_->number);
   give_up_end();
   if (before_ != nullptr && turn_.owns_lock()) before_->turn_ = std::move(turn_);
 }

@@ -14,6 +14,7 @@
 #include "core/call.hpp"
 #include "cuda/kernels/base/group_view.hpp"
 #include "cuda/runtime/gpu_memory.hpp"
+#include "cuda/throughput/call_clock.hpp"
 #include "ferry/error.hpp"
 #include "ferry/stream.hpp"
 
@@ -159,6 +160,12 @@ class Launch {
   /// The kernels tell the CPU of the end of the call by this word, which `keep` has, last of all.
   /// So an event can wait until somebody needs it.
   void tells_end(const std::uint64_t* word) { told_ = word; }
+  /// The tuner wants to know what this call takes.
+  void time(std::uint64_t number) { timing_.emplace().number = number; }
+  /// If so: from here on, before its first kernel.
+  void begin_timing();
+  /// Until here, or else until it is finished.
+  void end_timing();
   /// Just before the first kernel that waits for peers: the number of this call in the group, the
   /// same on all ranks. From here on the call takes place.
   std::uint64_t enter(const CallSignature& signature);
@@ -196,6 +203,7 @@ class Launch {
   std::vector<Held> temporaries_;
   std::vector<std::shared_ptr<void>> kept_;
   std::vector<std::shared_ptr<void>> graph_;
+  std::optional<CallClock::Timing> timing_{};
   const std::uint64_t* told_ = nullptr;
   bool entered_ = false;
   std::uint64_t number_ = 0;

@@ -25,12 +25,11 @@ struct CombineCall {
   const std::shared_ptr<CudaPlan> plan;
   const CombineOptions& options;
   const SplitCombine* split = nullptr;  ///< or one call
-  const int num_sms = engine.tuned_sms(kCombine, options.num_sms,
+  const int num_sms = engine.tuned_sms(launch, options.num_sms, plan->tokens, split != nullptr,
                                        {.call = CallKind::combine,
                                         .dtype = rows.dtype,
                                         .order = options.order,
-                                        .hidden = rows.columns(),
-                                        .tokens_class = tokens_class_of(plan->tokens)});
+                                        .hidden = rows.columns()});
 
   bool expert_major() const { return options.order == RowOrder::expert_major; }
   bool has_weights() const { return options.topk_weights.has_value(); }
@@ -295,6 +294,7 @@ void pull_tokens(const CombineCall& call, const CombineBuffers& buffers, bool su
   parameters.num_sms = buffers.num_sms;
   parameters.after_sums = sums && !call.plan->scattered;  // else it begins when they have ended
   call.launch.enter(parameters.call);
+  call.launch.begin_timing();
   const cudaStream_t stream = call.launch.stream();
   if (sums) call.launch.run(launch_sum_slots(buffers.sum, stream), "launch_sum_slots");
   call.launch.run(launch_combine(parameters, stream), "launch_combine");

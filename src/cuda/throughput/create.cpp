@@ -137,7 +137,7 @@ void make_cpu_control(Bootstrap& bootstrap, const GroupConfig& config, Parts& pa
   fabric::Fabric& wire = *parts.cpu->fabric;
   fabric::Segment spare;  // as many segments as cards; of the least size
   const auto cards = engine::together(bootstrap, config, "Group: memory", [&] {
-    parts.cpu_control = wire.register_memory(cpu_layout(wire.size()).bytes);
+    parts.cpu_control = wire.register_memory(cpu_control_bytes(config, wire.size()));
     spare = wire.register_memory(kSparePage);
     return engine::bytes_of({engine::card_of(parts.cpu_control), engine::card_of(spare)});
   });
@@ -181,7 +181,7 @@ bool available() {
 
 MemoryStats cuda_memory_hint(const GroupConfig& config, int ranks) {
   const std::size_t control = control_bytes(gpu_layout(config, ranks), ranks);
-  return {cpu_layout(ranks).bytes + kSparePage + engine::segment_bytes(control),
+  return {cpu_control_bytes(config, ranks) + kSparePage + engine::segment_bytes(control),
           engine::segment_bytes(arena_bytes(config)), 0, 0};
 }
 

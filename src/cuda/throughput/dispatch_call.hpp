@@ -25,15 +25,15 @@ struct DispatchCall {
   const std::function<void()> enter_plan{};
   const SplitDispatch* split = nullptr;  ///< or one call
   const WireRow row = wire_row(x, options);
-  const int num_sms = engine.tuned_sms(kDispatch, options.num_sms,
+  /// They were not sent, or sent in vain and the caller knows. A rank that knows better than
+  /// others, or worse, is told so by the GPU, which refuses the call on all of them.
+  const bool carries_routes = !plan->routes_sent.load();
+  const int num_sms = engine.tuned_sms(launch, options.num_sms, plan->tokens, split != nullptr,
                                        {.call = CallKind::dispatch,
                                         .dtype = row.dtype,
                                         .order = options.order,
                                         .hidden = row.columns,
-                                        .tokens_class = tokens_class_of(plan->tokens)});
-  /// They were not sent, or sent in vain and the caller knows. A rank that knows better than
-  /// others, or worse, is told so by the GPU, which refuses the call on all of them.
-  const bool carries_routes = !plan->routes_sent.load();
+                                        .first = carries_routes});
 
   bool expert_major() const { return options.order == RowOrder::expert_major; }
   bool has_weights() const { return options.topk_weights.has_value(); }

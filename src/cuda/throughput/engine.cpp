@@ -25,6 +25,11 @@ ControlLayout cpu_layout(int ranks) {
   return make_control_layout(ranks, sizeof(StepMessage) + fabric::kMaxHandleBytes);
 }
 
+std::size_t cpu_control_bytes(const GroupConfig& config, int ranks) {
+  const std::size_t tuned = config.tune.value_or(false) ? engine::TimeSwap::bytes(ranks) : 0;
+  return cpu_layout(ranks).bytes + tuned;
+}
+
 namespace {
 
 std::size_t count_words(const Placement& placement, int rank) {
@@ -38,9 +43,10 @@ CudaEngine::CudaEngine(const GroupConfig& config, Parts parts)
     : config_(config),
       parts_(std::move(parts)),
       placement_{config.experts, parts_.cpu->fabric->size()},
-      settings_(placement_.ranks, config.tuning),
       channel_(parts_.cpu, config_, parts_.cpu_control, cpu_layout(placement_.ranks)),
       segments_(channel_, parts_.cpu_control, cpu_layout(placement_.ranks)),
+      tuner_(config_, placement_.ranks),
+      clock_(parts_.gpu->device()),
       now_(channel_.rank(), channel_.size()) {
   constexpr std::size_t kCalls = 256;  // records of calls in flight or kept by events
   const std::size_t slot =
@@ -68,6 +74,9 @@ CudaEngine::CudaEngine(const GroupConfig& config, Parts parts)
   view_.fatal = words_.fatal;
   view_.abort = words_.abort;
   view_.deadline_ns = static_cast<std::uint64_t>(config_.deadline.count());
+  if (tuner_.on()) {
+    times_.emplace(channel_, *parts_.cpu->fabric, parts_.cpu_control, cpu_layout(size()).bytes);
+  }
   control_bytes_ = parts_.cpu_control.bytes + 4096 + parts_.control.bytes;
 }
 
@@ -202,21 +211,28 @@ int CudaEngine::sms_for(const char* call, int asked, int by_default) const {
   return std::min(asked == 0 ? by_default : asked, most);
 }
 
-int CudaEngine::tuned_sms(const char* call, int asked, const TuningKey& key) const {
-  const TunedCall* given = asked == 0 ? settings_.start_of(key) : nullptr;
-  if (given == nullptr || given->num_sms == 0) return sms_for(call, asked);
-  return sms_for(call, asked, std::clamp(given->num_sms, config_.fewest_sms, config_.most_sms));
+int CudaEngine::tuned_sms(Launch& launch, int asked, std::int64_t tokens, bool split,
+                          TuningKey key) {
+  if (asked != 0 || !tuner_.on()) return sms_for(launch.name(), asked);
+  key.tokens_class = tokens_class_of(tokens);
+  if (split) {
+    const int given = tuner_.as_started(key);
+    return given > 0 ? sms_for(launch.name(), 0, given) : sms_for(launch.name(), 0);
+  }
+  if (launch.capture().active) return sms_for(launch.name(), 0, tuner_.best(key));
+  const engine::LateTuner::Choice choice = tuner_.next(key, tokens, calls_ + 1);
+  if (choice.timed) launch.time(choice.number);
+  return sms_for(launch.name(), 0, choice.num_sms);
+}
+
+void CudaEngine::take_times() {
+  if (!times_) return;
+  clock_.tell(tuner_);
+  times_->go_on(tuner_);
 }
 
 std::vector<TunedCall> CudaEngine::tuning() const {
-  std::vector<TunedCall> told;
-  for (TunedCall one : config_.tuning) {
-    if (one.num_sms == 0 || (one.ranks != 0 && one.ranks != size())) continue;
-    one.num_sms = std::clamp(one.num_sms, config_.fewest_sms, config_.most_sms);
-    one.why = "as the file says; nothing is tried on GPUs";
-    told.push_back(one);
-  }
-  return told;
+  return tuner_.tuned();
 }
 
 std::optional<std::vector<Held>> CudaEngine::take_registered(Launch& launch,

@@ -15,7 +15,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/choice/exchange_tuner.hpp"
 #include "core/engine.hpp"
 #include "core/placement.hpp"
 #include "core/plan_state.hpp"
@@ -28,10 +27,12 @@
 #include "cuda/throughput/plan.hpp"
 #include "cuda/throughput/quarantine.hpp"
 #include "engine/channel.hpp"
+#include "engine/late_tuner.hpp"
 #include "engine/membership/current_view.hpp"
 #include "engine/membership/regroup.hpp"
 #include "engine/memory.hpp"
 #include "engine/row_guess.hpp"
+#include "engine/time_swap.hpp"
 
 namespace ferry::cuda {
 
@@ -62,6 +63,8 @@ inline constexpr std::size_t kWriteBytes = round_up(sizeof(LocalWords), kLineByt
 
 /// Flags and mailboxes of the ranks' CPUs.
 ControlLayout cpu_layout(int ranks);
+/// The same, with what a tuner tells.
+std::size_t cpu_control_bytes(const GroupConfig& config, int ranks);
 
 class CudaEngine final : public Engine, public std::enable_shared_from_this<CudaEngine> {
  public:
@@ -115,9 +118,9 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   const Placement& placement() const { return placement_; }
   /// Checks `asked`; 0: the default. Ranks that share a GPU share its SMs.
   int sms_for(const char* call, int asked, int by_default = 16) const;
-  /// The same of a call that is told apart: the default is what the group's settings have for it.
-  /// Nothing is tried: what a call on a stream takes is not known when the next one is made.
-  int tuned_sms(const char* call, int asked, const TuningKey& key) const;
+  /// The same of a dispatch or combine of so many tokens of this rank: the default is the tuner's.
+  /// `split`: of two parts with others' work between, or captured: nothing is tried or timed.
+  int tuned_sms(Launch& launch, int asked, std::int64_t tokens, bool split, TuningKey key);
   bool shares_gpu() const { return parts_.sharing > 1; }
   bool carries_ll128() const { return parts_.carries_ll128; }
   /// For what a call does in this GPU's memory alone: all of this rank's share.
@@ -175,6 +178,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   friend class Launch;
   friend class EpochChange;
   void throw_untold(const char* call);
+  /// What calls took that have ended, from here and from the peers.
+  void take_times();
   void note_end(CallRecord& record);
   void free_held();
   Held take_unwritten(std::size_t bytes, const User& user, Pieces pieces);
@@ -203,7 +208,6 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   Parts parts_;
   std::vector<int> members_{};
   Placement placement_;
-  const ExchangeTuner settings_;  // where there are some
   engine::Channel channel_;
   SegmentExchange segments_;
   std::shared_ptr<PinnedPool> failures_;
@@ -221,6 +225,9 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   unsigned long long capture_id_ = 0;
   bool has_graphs_ = false;  // or had
   std::uint64_t calls_ = 0;
+  engine::LateTuner tuner_;
+  CallClock clock_;
+  std::optional<engine::TimeSwap> times_{};  // where calls are timed
   engine::RowGuess row_guess_{};
   Guesses guesses_{};
   engine::CurrentView now_;

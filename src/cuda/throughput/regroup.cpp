@@ -143,6 +143,9 @@ void EpochChange::begin_epoch(const engine::Epoch& next) {
   engine_.calls_ = next.first - 1;
   engine_.last_.reset();
   engine_.row_guess_ = {};
+  engine_.clock_.forget();
+  engine_.tuner_.forget();
+  if (engine_.times_) engine_.times_->begin_epoch(next.number);
   engine_.channel_.enter_call({});
 }
 
