@@ -7,6 +7,7 @@
 
 #include "bench/gpu_rank.hpp"
 #include "bench/rank.hpp"
+#include "bench/tuning.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -102,6 +103,26 @@ void measure(const BenchSettings& s, const BenchBoard& board, std::size_t at, Al
   if (group.rank() == 0) board.report(at);
 }
 
+/// Calls whose number of SMs the tuner chooses: more than a search takes. Ranks may settle some
+/// calls apart, so all make as many.
+void tune(GpuExchange& exchange, BenchCase which) {
+  constexpr int kCalls = 200;
+  for (int i = 0; i < kCalls; ++i) {
+    const GpuMade made = exchange.call(which, 0);
+    made.received.event.wait(kThroughputWait);
+    made.combined.event.wait(kThroughputWait);
+  }
+}
+
+GroupConfig tuned(GroupConfig config, const BenchSettings& settings) {
+  if (settings.tune.empty()) return config;
+  config.tune = true;
+  const auto [fewest, most] = std::minmax_element(settings.num_sms.begin(), settings.num_sms.end());
+  if (*fewest < *most) config.fewest_sms = *fewest;
+  if (*fewest < *most) config.most_sms = *most;
+  return config;
+}
+
 /// Room for the results of a chain of calls, and for what combine reads; larger needs grow it.
 std::size_t memory_for(const BenchSettings& s, const std::vector<BenchLine>& lines) {
   std::int64_t tokens = 0;
@@ -121,7 +142,7 @@ std::size_t memory_for(const BenchSettings& s, const std::vector<BenchLine>& lin
 
 void bench_gpu_throughput(const BenchSettings& settings, const BenchBoard& board,
                           std::shared_ptr<Bootstrap> bootstrap) {
-  GroupConfig config = choose_gpu(settings, bootstrap->rank());
+  GroupConfig config = tuned(choose_gpu(settings, bootstrap->rank()), settings);
   const int device = config.device;
   config.memory_bytes = memory_for(settings, board.lines);
   GpuStream stream(device);
@@ -145,9 +166,14 @@ void bench_gpu_throughput(const BenchSettings& settings, const BenchBoard& board
                          nccl ? &*nccl : nullptr);
     board.rows(first.tokens_index, group.rank()) = exchange.rows();
     exchange.check(combines);
-    for (; at < end; ++at) measure(settings, board, at, aligner, exchange, group, stream);
+    for (; at < end; ++at) {
+      const BenchLine& line = board.lines[at];
+      if (has_sms(line.which) && line.num_sms == 0) tune(exchange, line.which);
+      measure(settings, board, at, aligner, exchange, group, stream);
+    }
     group.barrier();
   }
+  if (!settings.tune.empty() && group.rank() == 0) write_tuning(settings.tune, group.tuning(), {});
 }
 
 }  // namespace ferry::cli

@@ -111,10 +111,9 @@ void add_fabric_options(CLI::App* app, BenchArguments& given) {
                    "How tokens cross from domain to domain in throughput mode")
       ->needs("--domain-size");
   app->add_option("--tune", s.tune,
-                  "First find the settings that are fastest between domains; into a JSON file, for "
-                  "FERRY_TUNING")
-      ->type_name("FILE")
-      ->needs("--domain-size");
+                  "First find the settings that are fastest, between domains or, with --backend "
+                  "cuda, from the least to the most of --sms; into a JSON file, for FERRY_TUNING")
+      ->type_name("FILE");
   number(app, "--oracle", s.oracle, 1, kMostIterations,
          "Then measure all settings in turn so many times, and say what the tuned ones lose")
       ->needs("--tune");
@@ -210,10 +209,15 @@ void add_bench_options(CLI::App* app, BenchArguments& given) {
 void settle_options(const CLI::App& app, BenchArguments& given) {
   BenchSettings& s = given.settings;
   refuse_if(!s.tune.empty() && s.mode == BenchMode::latency, "--tune: only with throughput mode");
-  refuse_if(!s.tune.empty() && s.domain_size >= s.ranks,
+  refuse_if(
+      !s.tune.empty() && !s.on_gpus() && app.count("--domain-size") == 0,
+      "--tune: needs --domain-size or --backend cuda: in one domain on CPUs nothing is chosen");
+  refuse_if(!s.tune.empty() && !s.on_gpus() && s.domain_size >= s.ranks,
             "--tune: --domain-size {} makes one domain of {} ranks, where nothing is chosen; give "
             "less",
             s.domain_size, s.ranks);
+  refuse_if(s.oracle > 0 && s.on_gpus(),
+            "--oracle: not with --backend cuda, where --sms measures all numbers");
   s.processes = !given.threads;
   given.json = app.count("--json") > 0;
   refuse_if(!given.plot_file.empty() && given.json_file.empty(),

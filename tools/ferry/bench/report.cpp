@@ -119,8 +119,9 @@ std::string row_of(const BenchResult& r, bool sweeps) {
   const BenchLine& line = r.line;
   std::string text = fmt::format("{:<27}", traits(line.which).name);
   if (sweeps) {
-    text += fmt::format(
-        "{:>5}", has_sms(line.which) && line.num_sms > 0 ? std::to_string(line.num_sms) : "-");
+    text += fmt::format("{:>5}", !has_sms(line.which) ? "-"
+                                 : line.num_sms > 0   ? std::to_string(line.num_sms)
+                                                      : "tuned");
   }
   text += fmt::format("{:>10.1f}{:>10.1f}", r.times.p50, r.times.p95);
   if (sweeps) {
@@ -236,7 +237,8 @@ std::vector<BenchLine> lines_of(const BenchSettings& s) {
   if (s.sweeps() && !s.token_sweep.empty()) sweep = s.token_sweep;
   const std::vector<Dtype> dtypes =
       s.sweeps() && !s.dtypes.empty() ? s.dtypes : std::vector{s.dtype};
-  const std::vector<int> all_sms = s.sweeps() ? s.num_sms : std::vector{0};
+  std::vector<int> all_sms = s.sweeps() ? s.num_sms : std::vector{0};
+  if (s.sweeps() && !s.tune.empty()) all_sms.push_back(0);  // as the tuner has it
   std::vector<BenchLine> lines;
   for (std::size_t t = 0; t < sweep.size(); ++t) {
     bool combined = false;

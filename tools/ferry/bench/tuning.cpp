@@ -148,7 +148,14 @@ std::string tuning_table(const std::string& file) {
       return fmt::format("{:<16} {:<5} {:<13} {:>5} KiB  ", call, one["dtype"].get<std::string>(),
                          crossing, chunk_bytes / 1024);
     };
-    text += line(one["crossing"], one["chunk_bytes"]) + one["why"].get<std::string>() + '\n';
+    const std::string why = one["why"].get<std::string>() + '\n';
+    if (one.contains("num_sms")) {
+      text += fmt::format("{:<16} {:<5} {:<12} {:>7} tokens {:>3} SMs  {}", call,
+                          one["dtype"].get<std::string>(), one["order"].get<std::string>(),
+                          one["tokens"].get<int>(), one["num_sms"].get<int>(), why);
+      continue;
+    }
+    text += line(one["crossing"], one["chunk_bytes"]) + why;
     if (!one.contains("oracle")) continue;
     const json& loss = one["oracle"];
     const auto number = [&](const char* key) { return loss[key].get<double>(); };
