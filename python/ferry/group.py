@@ -118,7 +118,8 @@ class Group:
             do not change. A file of `ferry plan --tuning` or `ferry bench --tune`: the same,
             beginning there. None: the environment variable FERRY_TUNING says ("on", "off" or a
             file), and without it no.
-        tuning_sms: on GPUs the fewest and the most SMs of a call that `tuning` may choose.
+        tuning_sms: on GPUs the fewest and the most SMs of a call that `tuning` may choose; calls
+            that give `num_sms` keep to it.
 
     With a bootstrap that `joins` creation waits until the ranks have called `regroup`; `view` then
     says at which epoch and step this process is in. Raises `RefusedError` when a process that runs
@@ -605,7 +606,9 @@ class Group:
     def tuning(self) -> list[_ferry.TunedCall]:
         """The settings of calls, and why: of each kind of dispatch and combine that was made. Empty
         without `tuning`. The same on all ranks. On the host engine there is something to choose in
-        groups of several domains: the size of chunks, and, of a dispatch, the crossing."""
+        groups of several domains: the size of chunks, and, of a dispatch, the crossing; on GPUs the
+        number of SMs, in groups of one domain. There, ranks learn what a call took while they make
+        later ones, so one may tell of it a few calls before another."""
         return self._raw.tuning()
 
     def nics(self) -> list[_ferry.NicStats]:
