@@ -340,7 +340,8 @@ class Group {
   /// The settings of calls, and why: of each kind of dispatch and combine that was made. The same
   /// on all ranks. Empty without `GroupConfig::tune`. On the host engine there is something to
   /// choose in groups of several domains: the size of chunks, and direct or hierarchical for a
-  /// dispatch.
+  /// dispatch; on GPUs the number of SMs, in groups of one domain. There, ranks learn what a call
+  /// took while they make later ones, so one may tell of it a few calls before another.
   std::vector<TunedCall> tuning() const;
   /// The NICs that this rank uses, and why; none without the ofi fabric.
   std::vector<NicStats> nics() const;

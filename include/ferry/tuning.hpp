@@ -32,7 +32,8 @@ struct TunedCall {
   // What is found.
   bool settled = false;  ///< where a tuner starts: calls keep to it, and nothing is tried
   int probes = 0;        ///< calls that were timed since the search began
-  double seconds = 0;    ///< a call takes with these settings, on its slowest rank, for `tokens`
+  double seconds = 0;    ///< a call takes with these settings, on its slowest rank (CUDA: on the
+                         ///< one that came last), for `tokens`
   std::string why{};     ///< in words
 };
 

@@ -71,7 +71,7 @@ std::vector<TunedCall> settle(Seat& seat, const std::function<void()>& trip) {
     for (int each = 0; each < kTripsEach; ++each) trip();
     calls = tuned_alike(seat);
     const auto settled = [](const TunedCall& one) { return one.settled; };
-    if (std::all_of(calls.begin(), calls.end(), settled)) return calls;
+    if (!calls.empty() && std::all_of(calls.begin(), calls.end(), settled)) return calls;
   }
   need(false, "not settled:\n" + words_of(calls));
   return calls;

@@ -55,8 +55,6 @@ void push_tokens(const DispatchCall& call, const DispatchBuffers& buffers, std::
   const CudaPlan& plan = *call.plan;
   const DispatchOptions& options = call.options;
   DispatchParameters parameters;
-  call.launch
-      .begin_timing();  // what is directly behind its plan comes early, without a mark between
   const bool behind_plan = enter_plan(call);
   parameters.group = call.engine.view();
   parameters.plan =
@@ -111,12 +109,16 @@ void push_tokens(const DispatchCall& call, const DispatchBuffers& buffers, std::
   parameters.num_sms = pushing_sms(call, buffers.fan_out);
   call.launch.enter(parameters.call);
   call.launch.run(launch_dispatch(parameters, call.launch.stream()), "launch_dispatch");
-  if (!call.expert_major()) call.launch.end_timing();  // the CPU may come late with the rest
 }
 
 void push(const DispatchCall& call, const DispatchBuffers& buffers) {
   const std::int64_t tokens = call.plan->tokens;
-  if (call.split == nullptr) return push_tokens(call, buffers, 0, tokens);
+  if (call.split == nullptr) {
+    call.launch.begin_timing();  // before its plan: a mark between would keep it from coming early
+    push_tokens(call, buffers, 0, tokens);
+    if (!call.expert_major()) call.launch.end_timing();  // the CPU may come late with the rest
+    return;
+  }
   push_tokens(call, buffers, 0, call.split->first);
   if (buffers.status == StepStatus::ok) call.split->between();
   push_tokens(call, buffers, call.split->first, tokens);
