@@ -247,14 +247,11 @@ class Collectives:
                 Results of another than "exact" are rounded, to the same bits on all ranks.
         """
         if (
-            stream is None
-            and dtype is None
-            and algorithm == "automatic"
+            algorithm == "automatic"
             and shares is _NO_SHARES
             and any_order is False
-            and num_sms is _NO_SMS
             and format == "exact"
-            and self._gpu is None
+            and self._is_plain(dtype, stream, num_sms)
             and self._raw.all_reduce_plain(x, choice("all_reduce: op", op, OPS))
         ):
             return self._done
@@ -301,6 +298,12 @@ class Collectives:
     ) -> _ferry.Event:
         """Collective. x: `size` equal blocks; `out`, which may be block `rank` of x, takes
         the reduction of that block. The other arguments are those of `all_reduce`."""
+        if (
+            format == "exact"
+            and self._is_plain(dtype, stream, num_sms)
+            and self._raw.reduce_scatter_plain(x, out, choice("reduce_scatter: op", op, OPS))
+        ):
+            return self._done
         place = self._streams.place("reduce_scatter", stream, x)
         event = self._raw.reduce_scatter(
             _view("reduce_scatter: x", x, dtype, place, False, REDUCED_DTYPES),
@@ -317,6 +320,8 @@ class Collectives:
     ) -> _ferry.Event:
         """Collective. `out` takes x of all ranks, in ascending order. x may be block
         `rank` of `out`."""
+        if self._is_plain(dtype, stream, num_sms) and self._raw.all_gather_plain(x, out):
+            return self._done
         place = self._streams.place("all_gather", stream, x)
         event = self._raw.all_gather(
             _view("all_gather: x", x, dtype, place),
@@ -330,10 +335,13 @@ class Collectives:
         self, x: Any, root: int, *, dtype: Any = None, stream: Any = None, num_sms: int = _NO_SMS
     ) -> _ferry.Event:
         """Collective. Overwrites x with that of rank `root`."""
+        source = integer("broadcast: root", root, 0, self.size - 1)
+        if self._is_plain(dtype, stream, num_sms) and self._raw.broadcast_plain(x, source):
+            return self._done
         place = self._streams.place("broadcast", stream, x)
         event = self._raw.broadcast(
             _view("broadcast: x", x, dtype, place, True),
-            integer("broadcast: root", root, 0, self.size - 1),
+            source,
             place.stream,
             integer("broadcast: num_sms", num_sms, 0, INT32_MAX),
         )
@@ -360,11 +368,8 @@ class Collectives:
         if (send_counts is None) != (recv_counts is None):
             refuse("all_to_all: recv_counts", "one of the two", "send_counts and recv_counts")
         if (
-            stream is None
-            and dtype is None
-            and send_counts is None
-            and num_sms is _NO_SMS
-            and self._gpu is None
+            send_counts is None
+            and self._is_plain(dtype, stream, num_sms)
             and self._raw.all_to_all_plain(x, out)
         ):
             return self._done
@@ -451,6 +456,10 @@ class Collectives:
         """Leaves. Not collective, never waits for peers; those that still exchange get
         `PeerLeftError`. Later calls raise `DestroyedError`."""
         self._raw.destroy()
+
+    def _is_plain(self, dtype: Any, stream: Any, num_sms: int) -> bool:
+        """Whether a call is one of C++, if its arrays are plain ones."""
+        return dtype is None and stream is None and num_sms is _NO_SMS and self._gpu is None
 
     def _peer(self, call: str, peer: int, tag: int) -> tuple[int, int]:
         return (

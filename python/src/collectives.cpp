@@ -6,9 +6,9 @@
 #include "arguments.hpp"
 #include "bind.hpp"
 #include "bootstrap.hpp"
+#include "plain_array.hpp"
 #include "stream.hpp"
 #include "tensor.hpp"
-#include "torch_view.hpp"
 
 namespace ferry::python {
 namespace {
@@ -43,12 +43,43 @@ HeldEvent all_reduce(const HeldCollectives& all, const View& x, ReduceOp op, Pyt
   return HeldEvent(without_gil([&] { return all->all_reduce(x.write(), options); }));
 }
 
-/// The whole call, with all other arguments by default. False: nothing was done, as x is no plain
-/// tensor.
+// Whole calls, with all other arguments by default. False: nothing was done, as an array is no
+// plain one.
+
+template <class Call>
+bool call_plain(nb::handle x, nb::handle out, Call call) {
+  const std::optional<PlainArray> from = plain_array(x, false);
+  const std::optional<PlainArray> to = from ? plain_array(out, true) : std::nullopt;
+  if (to) without_gil([&] { call(from->view, to->view); });
+  return to.has_value();
+}
+
 bool all_reduce_plain(const HeldCollectives& all, nb::handle x, ReduceOp op) {
-  const std::optional<TorchMemory> plain = plain_torch(x, true);
+  const std::optional<PlainArray> plain = plain_array(x, true);
   if (plain) without_gil([&] { all->all_reduce(plain->view, {.op = op}); });
   return plain.has_value();
+}
+
+bool reduce_scatter_plain(const HeldCollectives& all, nb::handle x, nb::handle out, ReduceOp op) {
+  return call_plain(x, out, [&](const TensorView& from, const TensorView& to) {
+    all->reduce_scatter(from, to, {.op = op});
+  });
+}
+
+bool all_gather_plain(const HeldCollectives& all, nb::handle x, nb::handle out) {
+  return call_plain(
+      x, out, [&](const TensorView& from, const TensorView& to) { all->all_gather(from, to, {}); });
+}
+
+bool broadcast_plain(const HeldCollectives& all, nb::handle x, int root) {
+  const std::optional<PlainArray> plain = plain_array(x, true);
+  if (plain) without_gil([&] { all->broadcast(plain->view, root, {}); });
+  return plain.has_value();
+}
+
+bool all_to_all_plain(const HeldCollectives& all, nb::handle x, nb::handle out) {
+  return call_plain(
+      x, out, [&](const TensorView& from, const TensorView& to) { all->all_to_all(from, to, {}); });
 }
 
 HeldEvent reduce_scatter(const HeldCollectives& all, const View& x, const View& out, ReduceOp op,
@@ -82,12 +113,6 @@ HeldEvent all_to_all(const HeldCollectives& all, const View& x, const View& out,
     return to.empty() ? all->all_to_all(x.read(), out.write(), options)
                       : all->all_to_all(x.read(), to, out.write(), from, options);
   }));
-}
-
-bool all_to_all_plain(const HeldCollectives& all, nb::handle x, nb::handle out) {
-  const std::optional<TorchMemory> from = plain_torch(x, false), to = plain_torch(out, true);
-  if (from && to) without_gil([&] { all->all_to_all(from->view, to->view, {}); });
-  return from && to;
 }
 
 HeldEvent copy_rows(const HeldCollectives& all, const View& x, const View& out,
@@ -239,9 +264,12 @@ void bind_collectives(nb::module_& m) {
            nb::arg("algorithm"), nb::arg("shares"), nb::arg("any_order"), nb::arg("num_sms"),
            nb::arg("format"))
       .def("all_reduce_plain", &all_reduce_plain, nb::arg("x").none(), nb::arg("op"),
-           "all_reduce with defaults, of a torch tensor; False: not done, as it is no plain one.")
-      .def("all_to_all_plain", &all_to_all_plain, nb::arg("x").none(), nb::arg("out").none(),
-           "The same of an all_to_all of equal blocks.")
+           "all_reduce with defaults, of a plain array; False: not done, as it is another one.")
+      .def("reduce_scatter_plain", &reduce_scatter_plain, nb::arg("x").none(),
+           nb::arg("out").none(), nb::arg("op"), "The same, as the next.")
+      .def("all_gather_plain", &all_gather_plain, nb::arg("x").none(), nb::arg("out").none())
+      .def("broadcast_plain", &broadcast_plain, nb::arg("x").none(), nb::arg("root"))
+      .def("all_to_all_plain", &all_to_all_plain, nb::arg("x").none(), nb::arg("out").none())
       .def("reduce_scatter", &reduce_scatter, nb::arg("x"), nb::arg("out"), nb::arg("op"),
            nb::arg("stream").none(), nb::arg("num_sms"), nb::arg("format"))
       .def("all_gather", &all_gather, nb::arg("x"), nb::arg("out"), nb::arg("stream").none(),

@@ -11,7 +11,7 @@
 
 #include "bind.hpp"
 #include "ferry/error.hpp"
-#include "torch_view.hpp"
+#include "plain_array.hpp"
 
 namespace ferry::python {
 namespace {
@@ -216,7 +216,7 @@ void bind_tensor(nb::module_& m) {
           [](nb::object value, const std::string& name, bool writable) -> std::optional<View> {
             auto plain = plain_torch(value, writable, TorchShape::own);
             if (!plain) return std::nullopt;
-            return View(std::move(plain->storage), name, plain->view, false);
+            return View(std::move(plain->owner), name, plain->view, false);
           },
           nb::arg("value").none(), nb::arg("name"), nb::arg("writable"),
           "A plain torch tensor in CPU memory; None: something else.")

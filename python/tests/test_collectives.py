@@ -278,6 +278,49 @@ def test_it_ends_with_its_block() -> None:
             ranks.all_reduce(np.ones(3, np.float32))
 
 
+def test_plain_arrays_of_numpy_take_the_short_way() -> None:
+    read_only = np.ones(3, np.float32)
+    read_only.flags.writeable = False
+
+    def body(ranks: ferry.Collectives) -> None:
+        short = ranks._raw.all_reduce_plain
+        total = ferry.collectives.OPS["sum"]
+        whole = np.ones((2, 3), np.float16)
+        plain = [
+            np.ones((2, 2, 2, 2), np.float32),
+            whole[1],
+            np.array(1, np.int32),
+            np.ones(3, np.longlong),
+            np.ones(3, np.int64),
+            np.ones(0, np.uint8),
+        ]
+        for x in plain:
+            assert short(x, total)
+            assert (x == RANKS).all()
+        assert (whole[0] == 1).all()
+        odd = [
+            np.ones(3),
+            np.ones((4, 4), np.float32)[:, :2],
+            np.ones(3, ">f4"),
+            np.ones(3, np.bool_),
+            np.ones(3, np.uint32),
+            np.zeros(3, [("a", np.float32)])["a"].astype("datetime64[s]"),
+            np.ones(3, np.float32).view(np.recarray),
+            read_only,
+        ]
+        for x in odd:
+            assert not short(x, total)
+        x, out = np.full(RANKS, ranks.rank, np.int64), np.empty(RANKS, np.int64)
+        assert ranks._raw.all_to_all_plain(x, out) and out.tolist() == [0, 1, 2]
+        assert not ranks._raw.all_to_all_plain(x, read_only)
+        assert ranks._raw.all_gather_plain(x[:1], out) and out.tolist() == [0, 1, 2]
+        assert ranks._raw.reduce_scatter_plain(out, x[:1], total) and x[0] == RANKS * ranks.rank
+        assert ranks._raw.broadcast_plain(x, 1) and x.tolist() == [3, 1, 1]
+
+    on_ranks(body)
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta state|prototype stage)")
 def test_plain_tensors_take_the_short_way() -> None:
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         pytest.skip("this torch has no DLPack exchange table")
@@ -297,11 +340,13 @@ def test_plain_tensors_take_the_short_way() -> None:
             assert short(x, total)
             assert (x == RANKS).all() and x._version > before
         odd = [
-            np.ones(3, np.float32),
             torch.ones(3, requires_grad=True),
             torch.ones(4, 4)[:, :2],
             torch.ones(3, dtype=torch.complex64).conj().imag,
             torch.ones(3).to_sparse(),
+            torch.ones(3, 3).to_sparse_csr(),
+            torch.ones(3).to_mkldnn(),
+            torch.nested.nested_tensor([torch.ones(3), torch.ones(2)]),
             torch.nn.Parameter(torch.ones(3), requires_grad=False),
             torch.ones(3, device="meta"),
             torch.ones(3, dtype=torch.bool),
@@ -313,7 +358,7 @@ def test_plain_tensors_take_the_short_way() -> None:
         out = torch.empty(RANKS)
         assert ranks._raw.all_to_all_plain(torch.full((RANKS,), float(ranks.rank)), out)
         assert out.tolist() == [0, 1, 2]
-        assert not ranks._raw.all_to_all_plain(np.ones(RANKS), out)
+        assert not ranks._raw.all_to_all_plain(torch.ones(RANKS, dtype=torch.bool), out)
         with torch.inference_mode():
             x = torch.ones(3)
             assert short(x, total) and (x == RANKS).all()
