@@ -278,6 +278,31 @@ def test_it_ends_with_its_block() -> None:
             ranks.all_reduce(np.ones(3, np.float32))
 
 
+@pytest.mark.parametrize("elements", [2, 40_000])
+@pytest.mark.parametrize("domain_size", [0, 1])
+def test_equal_blocks_meet_counts_that_are_equal(elements: int, domain_size: int) -> None:
+    """The messages of the one say one number, those of the other begin with all counts."""
+
+    def body(ranks: ferry.Collectives) -> None:
+        x = np.repeat(np.arange(RANKS) + 10 * ranks.rank, elements)
+        out = np.empty_like(x)
+        counts = [elements] * RANKS
+        given = {"send_counts": counts, "recv_counts": counts} if ranks.rank == 1 else {}
+        ranks.all_to_all(x, out, **given)
+        assert out.tolist() == np.repeat(10 * np.arange(RANKS) + ranks.rank, elements).tolist()
+        if ranks.rank == 1:
+            given["send_counts"] = [elements + 1, elements - 1, elements]
+        expected = f"rank 1 sends {elements + 1} elements to rank 0, which expects {elements}"
+        with pytest.raises(ferry.MismatchError, match=expected):
+            ranks.all_to_all(x, out, **given)
+        longer = ranks.rank == 2
+        with pytest.raises(ferry.MismatchError, match="which expects"):
+            ranks.all_to_all(x[: RANKS * (elements - longer)], out[: RANKS * (elements - longer)])
+        ranks.barrier()
+
+    on_ranks(body, domain_size=domain_size)
+
+
 def test_plain_arrays_of_numpy_take_the_short_way() -> None:
     read_only = np.ones(3, np.float32)
     read_only.flags.writeable = False

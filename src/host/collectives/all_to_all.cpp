@@ -14,17 +14,21 @@ namespace {
 constexpr const char* kAllToAll = "all_to_all";
 constexpr std::size_t kMostBlockBytes = std::size_t{1} << 60;  // of a block; no tensor is that long
 
+// `need_bytes` of the message: 1 + the elements of every block; 0: the message begins with counts.
+
 class AllToAll {
  public:
   AllToAll(HostCollectives& all, const ConstTensorView& x, const TensorView& out,
-           BlockCounts counts)
+           const BlockCounts& counts)
       : all_(all),
         data_(static_cast<const std::byte*>(x.data)),
         out_(static_cast<std::byte*>(out.data)),
         out_bytes_(out.bytes()),
         element_(size_of(x.dtype)),
-        counts_(std::move(counts)),
-        head_(head_of(CallKind::all_to_all, x.dtype, 0)) {}  // each pair has counts of its own
+        counts_(counts),
+        head_(head_of(CallKind::all_to_all, x.dtype, 0)) {  // each pair has counts of its own
+    if (counts.equal) head_.need_bytes = 1 + index(counts.to.front());
+  }
 
   void run() {
     to_ = offsets(counts_.to);
@@ -58,24 +62,32 @@ class AllToAll {
     return before;
   }
 
-  /// A message: all counts of this rank, and the peer's block if that is short.
+  /// A message: all counts of this rank, unless they are equal, and the peer's block if that is
+  /// short.
   std::size_t write_body(int peer, std::byte* body) const {
-    const std::size_t counts = counts_.to.size() * sizeof(std::int64_t);
-    std::memcpy(body, counts_.to.data(), counts);
-    std::memcpy(body + counts, counts_.from.data(), counts);
+    const std::size_t counts = counts_bytes(head_);
+    if (counts > 0) {
+      std::memcpy(body, counts_.to.data(), counts / 2);
+      std::memcpy(body + counts / 2, counts_.from.data(), counts / 2);
+    }
     const std::size_t block = index(counts_.to[index(peer)]) * element_;
-    if (block > most_short_ || peer == all_.rank()) return 2 * counts;
-    copy_bytes(body + 2 * counts, data_ + to_[index(peer)], block);
-    return 2 * counts + block;
+    if (block > most_short_ || peer == all_.rank()) return counts;
+    copy_bytes(body + counts, data_ + to_[index(peer)], block);
+    return counts + block;
+  }
+
+  /// With which a message of this head begins.
+  std::size_t counts_bytes(const StepMessage& head) const {
+    return head.need_bytes > 0 ? 0 : 2 * index(all_.size()) * sizeof(std::int64_t);
   }
 
   void take_short_blocks() {
-    const std::size_t counts = counts_.to.size() * sizeof(std::int64_t);
+    Channel& channel = all_.channel();
     for (int r = 0; r < all_.size(); ++r) {
       const std::size_t block = index(counts_.from[index(r)]) * element_;
       if (block > most_short_) continue;
-      const std::byte* from =
-          r == all_.rank() ? data_ + to_[index(r)] : all_.channel().body(r) + 2 * counts;
+      const std::byte* from = r == all_.rank() ? data_ + to_[index(r)]
+                                               : channel.body(r) + counts_bytes(channel.head(r));
       copy_bytes(out_ + from_[index(r)], from, block);
     }
   }
@@ -102,14 +114,29 @@ class AllToAll {
 
   /// What a rank's message says: its elements for rank `at`, or from rank `at` − size.
   std::int64_t count_of(int rank, int at) {
+    const std::uint64_t equal = all_.channel().head(rank).need_bytes;
+    if (equal > 0) return static_cast<std::int64_t>(equal - 1);
     std::int64_t count = 0;
     std::memcpy(&count, all_.channel().body(rank) + index(at) * sizeof(count), sizeof(count));
     return count;
   }
 
-  /// Every rank knows all counts, so all throw where two ranks differ. Returns the bytes of the
-  /// longest block of all, 0 if that is short.
+  /// Returns the bytes of the longest block of all, 0 if that is short.
   std::size_t check_counts() {
+    const std::int64_t longest = all_equal() ? counts_.to.front() : longest_checked();
+    const std::size_t bytes = index(longest) * element_;
+    return bytes > most_short_ ? bytes : 0;
+  }
+
+  bool all_equal() {
+    for (int r = 0; r < all_.size(); ++r) {
+      if (all_.channel().head(r).need_bytes != head_.need_bytes) return false;
+    }
+    return counts_.equal;
+  }
+
+  /// Every rank knows all counts, so all throw where two ranks differ.
+  std::int64_t longest_checked() {
     const int ranks = all_.size();
     std::int64_t longest = 0;
     for (int source = 0; source < ranks; ++source) {
@@ -133,8 +160,7 @@ class AllToAll {
         longest = std::max(longest, sent);
       }
     }
-    const std::size_t bytes = index(longest) * element_;
-    return bytes > most_short_ ? bytes : 0;
+    return longest;
   }
 
   /// What a message holds besides the counts.
@@ -199,7 +225,7 @@ class AllToAll {
   std::byte* out_;
   std::size_t out_bytes_;
   std::size_t element_;  // bytes
-  BlockCounts counts_;
+  const BlockCounts& counts_;
   StepMessage head_;
   const std::size_t most_short_ = short_block_bytes();
   const std::size_t slot_ = slot_bytes();
@@ -211,8 +237,8 @@ class AllToAll {
 }  // namespace
 
 void run_all_to_all(HostCollectives& all, const ConstTensorView& x, const TensorView& out,
-                    BlockCounts counts) {
-  AllToAll(all, x, out, std::move(counts)).run();
+                    const BlockCounts& counts) {
+  AllToAll(all, x, out, counts).run();
 }
 
 }  // namespace ferry::host

@@ -239,7 +239,7 @@ void run_reduce_scatter(HostCollectives& all, const ConstTensorView& x, const Te
 void run_all_gather(HostCollectives& all, const ConstTensorView& x, const TensorView& out);
 void run_broadcast(HostCollectives& all, const TensorView& x, int root);
 void run_all_to_all(HostCollectives& all, const ConstTensorView& x, const TensorView& out,
-                    BlockCounts counts);
+                    const BlockCounts& counts);
 void run_rows(HostCollectives& all, const ConstTensorView& x, const TensorView& out,
               const RowTable& table);
 
