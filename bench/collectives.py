@@ -156,13 +156,15 @@ class Rank:
         import torch.distributed as dist
 
         x = torch.arange(bytes_ // 4, dtype=torch.float32) + self.rank
-        outs = {name: torch.zeros_like(x) for name in ("gloo", "ferry", "mpi")}
+        outs = {name: torch.zeros_like(x) for name in ("gloo", "ferry", "ferry, NumPy", "mpi")}
+        source, into = x.numpy(), outs["ferry, NumPy"].numpy()
         calls: Calls = {
             "gloo": lambda: dist.all_to_all_single(outs["gloo"], x),
             "ferry": lambda: self.ferry.all_to_all(x, outs["ferry"]),
+            "ferry, NumPy": lambda: self.ferry.all_to_all(source, into),
         }
         if self.mpi:
-            world, source, target = self.mpi.COMM_WORLD, x.numpy(), outs["mpi"].numpy()
+            world, target = self.mpi.COMM_WORLD, outs["mpi"].numpy()
             calls["mpi"] = lambda: world.Alltoall(source, target)
         for name, call in calls.items():
             call()
