@@ -162,6 +162,8 @@ class Channel {
   void lose_silent() { loses_silent_.store(true, std::memory_order_relaxed); }
   /// Whether the peer, of this domain, waits for others now.
   bool waits(int peer) const;
+  /// Whether a rank has told in this epoch that the peer died, or is not heard any more.
+  bool told_dead(int peer) const;
   /// Whether the peer has destroyed its group. It says nothing any more.
   bool left(int peer) const;
   /// Of a process that joined: the step that was committed then, plus 1, or kJoining; 0: the group

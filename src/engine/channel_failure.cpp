@@ -216,6 +216,13 @@ void Channel::raise(const char* stage, const Status& status,
   throw error;
 }
 
+bool Channel::told_dead(int peer) const {
+  return scan([peer](const FailureBroadcast& told) {
+           return told.kind == FailureBroadcast::Kind::kDied && told.culprit == peer;
+         })
+      .has_value();
+}
+
 std::optional<Error> Channel::dead() const {
   std::scoped_lock lock(dead_mutex_);
   return dead_;

@@ -70,6 +70,20 @@ TEST(Regroup, RanksOfSeveralDomainsAreKilledAndStopped) {
   ASSERT_EQ(job.wrong(), "");
 }
 
+/// Other domains miss it after a second; the rank of its own, which leads, waits no longer.
+TEST(Regroup, NobodyWaitsForAStoppedRankOfTheDomainThatLeads) {
+  if (!engine::test::has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  for (const int victim : {0, 1}) {
+    ElasticJob job(6, 120s, 2);  // longer than the job waits for a new epoch
+    job.lose({5}, Stage::dispatch, SIGKILL);
+    ASSERT_EQ(job.wrong(), "");
+    job.lose({victim}, Stage::plan, SIGSTOP);
+    ASSERT_EQ(job.wrong(), "") << "rank " << victim;
+    job.resume({victim});
+    ASSERT_EQ(job.wrong(), "") << "rank " << victim;
+  }
+}
+
 /// Processes take the seats of ranks that were killed, set after set; then joiners for one seat are
 /// killed so long after they began, and at last a rank beside a joiner.
 struct Replacements {

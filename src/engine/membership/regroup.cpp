@@ -62,7 +62,7 @@ Epoch Regroup::run(std::uint64_t step) {
 }
 
 Epoch Regroup::agree(protocol::Epoch since) {
-  std::uint64_t newest = since;
+  std::uint64_t newest = since, agreed = since;
   for (;;) {
     if (channel_.left()) throw_destroyed();
     const std::uint64_t rung = bell().load(protocol::order::acquire);
@@ -74,6 +74,8 @@ Epoch Regroup::agree(protocol::Epoch since) {
       publish();
     }
     check_standing();
+    // The agreement may have taken the deadline.
+    if (std::exchange(agreed, member_->view().epoch) != member_->view().epoch) give_time();
     advance_links();
     // An epoch that was over before this rank went on in it.
     if (member_->view().epoch > left_epoch_ + 1) leave_epoch(member_->view().epoch - 1);
@@ -84,7 +86,7 @@ Epoch Regroup::agree(protocol::Epoch since) {
       channel_.stop();
       leave_epoch(member_->view().epoch);
       newest = member_->view().epoch;
-      timeout_ = Clock::now() + config_.deadline;
+      give_time();
     }
     check_progress();
     wait(rung);
@@ -103,8 +105,7 @@ void Regroup::begin(std::uint64_t step) {
   // Not later: a leader that found one then would stop ranks that have gone on.
   hear_guests();
   ran_ = Clock::now();
-  timeout_ = ran_ + config_.deadline;
-  last_chance_ = false;
+  give_time();
   polled_ = {};
   ended_ = {};  // told again: who did not know of a joiner then has not believed it
   poll();       // what is old already gives no new trust
@@ -114,6 +115,7 @@ void Regroup::begin(std::uint64_t step) {
   const bool late = failed && failed->kind() == ErrorKind::deadline;
   const int culprit = late ? failed->peer() : -1;
   if (culprit >= 0 && culprit != channel_.rank() && !stopped(culprit)) member_->suspect(culprit);
+  suspect_missed_elsewhere();
 }
 
 /// Nothing is put any more in this epoch.
@@ -134,7 +136,7 @@ bool Regroup::ready_to_go_on() {
     if (linked && (linking_.since(peer) > before || memory_->fabric->fenced(peer, before))) return;
     if (late) {
       member_->suspect(peer);
-      timeout_ = Clock::now() + config_.deadline;
+      give_time();
     }
     // Suspected, it ends the epoch before this rank puts anything in it.
     ready = ready && member_->statement().suspects.has(peer);

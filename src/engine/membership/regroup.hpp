@@ -109,6 +109,8 @@ class Regroup {
   void ask_arbiter();
   void check_standing();
   void check_progress();
+  void give_time();
+  void suspect_missed_elsewhere();
   void suspect_silent();
   void trust_again();
   bool takes_part(int peer) const;  ///< it has stopped, and waits

@@ -227,7 +227,7 @@ Epoch Regroup::join() {
   }
   seat_joiners();
   ran_ = Clock::now();
-  timeout_ = ran_ + config_.deadline;
+  give_time();
   return agree(0);
 }
 

@@ -38,6 +38,23 @@ void Regroup::ask_arbiter() {
   }
 }
 
+/// From now on everybody has a deadline before silence is held against it.
+void Regroup::give_time() {
+  timeout_ = Clock::now() + config_.deadline;
+  last_chance_ = false;
+}
+
+/// Ranks of this domain that those of other domains do not hear. The kernel tells of no death: they
+/// are stopped, unless they can be seen to wait.
+void Regroup::suspect_missed_elsewhere() {
+  if (!carrier_) return;
+  const Member::Seats& live = member_->view().live;
+  for (int peer = live.next(); peer >= 0; peer = live.next(peer + 1)) {
+    if (peer == channel_.rank() || far(peer) || stopped(peer) || channel_.waits(peer)) continue;
+    if (channel_.told_dead(peer)) member_->suspect(peer);
+  }
+}
+
 void Regroup::suspect_silent() {
   const Member::Seats live = member_->view().live - member_->statement().suspects;
   for (int peer = live.next(); peer >= 0; peer = live.next(peer + 1)) {

@@ -85,6 +85,39 @@ TEST(RegroupDomainsErrors, ARankThatIsLateIsEvicted) {
   });
 }
 
+/// Rank 0 leads and waits for rank 1, which never comes, until its deadline; that of the others is
+/// over a moment later, before rank 3 has said that nothing is under way to it.
+TEST(RegroupDomainsErrors, ARankThatAnswersLateStaysWhenTheAgreementTookTheDeadline) {
+  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  static thread_local bool slow = false;
+  GroupConfig config = domains_of(2, 2s);
+  config.on_wait = [] {
+    if (slow) std::this_thread::sleep_for(300ms);
+  };
+  const std::vector<int> left{0, 2, 3, 4, 5};
+  std::latch met(6), gone_on(6);
+  with_groups(6, config, [&](Group& group) {
+    group.barrier();
+    met.arrive_and_wait();
+    if (group.rank() == 1) {
+      gone_on.arrive_and_wait();
+      return expect_error(ErrorKind::evicted, {"rank 1", "went on without"},
+                          [&] { group.barrier(); });
+    }
+    if (group.rank() != 0) std::this_thread::sleep_for(20ms);
+    slow = group.rank() == 3;
+    GroupView view;
+    EXPECT_NO_THROW(view = group.regroup());
+    slow = false;
+    EXPECT_EQ(view.ranks, left);
+    EXPECT_EQ(view.epoch, 2u);
+    gone_on.arrive_and_wait();
+    if (view.ranks != left) return;
+    exchange_among(group, left);
+    barrier_before_some_leave(group);
+  });
+}
+
 TEST(RegroupDomainsErrors, HalfOfTheRanksGiveUp) {
   if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
   std::latch given_up(4);
