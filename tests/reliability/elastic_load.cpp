@@ -215,8 +215,10 @@ ElasticJob::ElasticJob(int ranks, std::chrono::nanoseconds deadline, int domain_
       });
   for (int rank = 0; rank < ranks; ++rank) {
     alive_.push_back(rank);
-    if (const std::string line = ranks_->line(rank, 60); line != "going")
+    if (const std::string line = ranks_->line(rank, 60); line != "going") {
+      began_ = false;
       wrong_ = "at first: " + line;
+    }
   }
 }
 

@@ -70,6 +70,8 @@ class ElasticJob {
   void lose_beside_joiner(int joiner, int victim, std::chrono::microseconds after);
   /// In the group, as far as the test has had them lost.
   const std::vector<int>& alive() const { return alive_; }
+  /// Whether all ranks were there at first.
+  bool began() const { return began_; }
   /// What was wrong; empty: nothing.
   std::string wrong() const { return wrong_; }
 
@@ -87,6 +89,7 @@ class ElasticJob {
   ElasticBoard* board_;
   std::optional<Ranks> ranks_{};
   std::vector<int> alive_{};
+  bool began_ = true;
   std::string wrong_{};
 };
 

@@ -120,8 +120,13 @@ class Trials {
     const Cell cell{"stopped, anywhere", Stage::anywhere, 1, false};
     if (!wanted(cell.name)) return true;
     const int stops = std::max(1, kills_ / 10);
+    int late = 0;  // jobs that were not made within the deadline, as on a busy machine
     for (int i = 0; i < stops; ++i) {
       ElasticJob job(ranks_, deadline, domain_size_);
+      if (!job.began() && ++late <= stops) {
+        --i;
+        continue;
+      }
       any_moment();
       const std::vector<int> victim = victims(job, cell);
       const Loss loss = job.lose(victim, cell.stage, SIGSTOP);
