@@ -126,8 +126,8 @@ std::string advice(const DeviceDomain& domain, DeviceWay last) {
          "its channel in every process (/dev/nvidia-caps-imex-channels/channel0)";
 }
 
-std::vector<DeviceWay> candidates(const DeviceDomain& domain, DeviceWay forced) {
-  if (forced != DeviceWay::automatic) return {forced};
+std::vector<DeviceWay> candidates(const DeviceDomain& domain, const DeviceMemoryOptions& options) {
+  if (options.way != DeviceWay::automatic) return {options.way};
   bool local = true;
   bool ipc = true;
   bool one_host = true;
@@ -136,7 +136,7 @@ std::vector<DeviceWay> candidates(const DeviceDomain& domain, DeviceWay forced) 
     one_host = one_host && domain.one_host(0, peer);
     ipc = ipc && domain.of(peer).fixed.ipc != 0;
   }
-  if (local) return {DeviceWay::local};
+  if (local && !options.joinable) return {DeviceWay::local};
   if (!one_host) return {DeviceWay::vmm_fabric};
   std::vector<DeviceWay> ways;
   if (domain.all_vmm()) ways = {DeviceWay::vmm_pidfd, DeviceWay::vmm_socket};
@@ -163,7 +163,7 @@ std::unique_ptr<Sharing> choose_sharing(Bootstrap& bootstrap, const DeviceDomain
   std::string tried_ways;
   DeviceOutcome problem;
   DeviceWay last = options.way;
-  for (const DeviceWay way : candidates(domain, options.way)) {
+  for (const DeviceWay way : candidates(domain, options)) {
     last = way;
     auto sharing = probe(bootstrap, domain, context, way, countdown, options.on_wait, problem);
     if (sharing) return sharing;

@@ -40,6 +40,11 @@ class RegisteredDeviceMemory final : public DeviceMemory {
     const Entry* entry = find(peer, segment);
     return entry == nullptr ? 0 : entry->block->bytes();
   }
+  std::vector<std::byte> card() const override { return to_bytes(sharing_->card()); }
+  bool seat(int peer, std::span<const std::byte> card) override;
+  bool shares_gpu(int peer) const override {
+    return sharing_->domain().of(peer).fixed.uuid == sharing_->context().uuid();
+  }
 
  private:
   struct Entry {
@@ -149,6 +154,15 @@ void RegisteredDeviceMemory::attach(int peer, SegmentId segment, std::size_t byt
   }
 }
 
+bool RegisteredDeviceMemory::seat(int peer, std::span<const std::byte> card) {
+  if (!sharing_->seat(peer, device_handshake_from(card, rank(), peer))) return false;
+  for (Entry& entry : tables_[static_cast<std::size_t>(peer)]) {
+    entry.there.store(false, std::memory_order_relaxed);
+    entry.block.reset();
+  }
+  return true;
+}
+
 }  // namespace
 
 std::string_view name_of(DeviceWay way) {
@@ -171,6 +185,13 @@ std::unique_ptr<DeviceMemory> make_device_memory(Bootstrap& bootstrap,
   DeviceMemoryOptions rest = options;
   rest.deadline = countdown.left();
   return std::make_unique<RegisteredDeviceMemory>(choose_sharing(bootstrap, domain, context, rest),
+                                                  options.deadline);
+}
+
+std::unique_ptr<DeviceMemory> join_device_memory(int rank, int size,
+                                                 const DeviceMemoryOptions& options,
+                                                 std::span<const std::byte> card) {
+  return std::make_unique<RegisteredDeviceMemory>(join_sharing(rank, size, options, card),
                                                   options.deadline);
 }
 

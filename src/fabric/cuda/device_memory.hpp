@@ -7,6 +7,7 @@
 #include <memory>
 #include <span>
 #include <string_view>
+#include <vector>
 
 #include "fabric/fabric.hpp"
 
@@ -36,12 +37,13 @@ struct DeviceMemoryOptions {
   DeviceWay way = DeviceWay::automatic;  ///< the same on all ranks; forced by tests
   std::chrono::nanoseconds deadline = std::chrono::seconds(60);  ///< of creation, of zeroing
   OnWait on_wait{};                                              ///< for creation only
+  bool joinable = false;  ///< processes that come later map it, too
 };
 
 /// One thread at a time registers and seals, one attaches; meanwhile others may ask for pointers.
-/// All memory stays until the object ends; by then no kernel may use it, here or at a peer. The
-/// device that is current in the calling thread is left as it was. Never throws at its end; in a
-/// forked child the end does nothing.
+/// All memory stays until the object ends (or `seat`); by then no kernel may use it, here or at a
+/// peer. The device that is current in the calling thread is left as it was. Never throws at its
+/// end; in a forked child the end does nothing.
 class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;
@@ -60,13 +62,24 @@ class DeviceMemory {
   /// (Segment::handle, Segment::bytes) and are checked before use. Throws Error(system) naming it.
   virtual void attach(int peer, SegmentId segment, std::size_t bytes,
                       std::span<const std::byte> handle) = 0;
-  /// Every peer has attached this rank's segment: its file descriptor goes.
+  /// Every peer has attached this rank's segment, and nobody comes later: its file descriptor goes.
   virtual void seal(SegmentId segment) noexcept = 0;
 
   /// The segment as this GPU sees it; null if it is not attached. Own rank: its data.
   virtual std::byte* pointer(int peer, SegmentId segment) const noexcept = 0;
   /// 0 if it is not attached.
   virtual std::size_t bytes(int peer, SegmentId segment) const noexcept = 0;
+
+  // Where processes take the places of lost ranks.
+
+  /// What others must know of this rank to attach its segments, for `seat` and join_device_memory.
+  virtual std::vector<std::byte> card() const = 0;
+  /// From now on `peer` is the process with this card, of which nothing is attached yet. Nobody
+  /// asks for pointers meanwhile, and no kernel uses what was attached of the one before: it is
+  /// unmapped. False: it is that process already. Throws Error(mismatch) or Error(unsupported).
+  virtual bool seat(int peer, std::span<const std::byte> card) = 0;
+  /// Whether the peer has this rank's GPU.
+  virtual bool shares_gpu(int peer) const = 0;
 };
 
 /// Collective; a handful of all-gathers. Tries with a small segment of every rank what works
@@ -75,5 +88,12 @@ class DeviceMemory {
 /// Error(mismatch) when options differ; or what the bootstrap throws.
 std::unique_ptr<DeviceMemory> make_device_memory(Bootstrap& bootstrap,
                                                  const DeviceMemoryOptions& options);
+
+/// Of a process that takes the place of a lost rank: not collective; nothing is attached yet.
+/// `card`: of any rank of the group. Throws Error(unsupported) where this process cannot share its
+/// GPU's memory in their way, Error(mismatch).
+std::unique_ptr<DeviceMemory> join_device_memory(int rank, int size,
+                                                 const DeviceMemoryOptions& options,
+                                                 std::span<const std::byte> card);
 
 }  // namespace ferry::fabric

@@ -14,12 +14,14 @@
 
 namespace ferry::fabric {
 
+/// As a card (DeviceMemory::card), `forced` is the way of the group, and `job` its key.
 struct DeviceHandshake {
   struct Fixed {
     std::uint32_t magic = kMagic;
     DeviceWay forced = DeviceWay::automatic;
-    JobKey job{};     ///< rank 0's is the group's
-    JobKey socket{};  ///< names this rank's DescriptorServer
+    JobKey job{};  ///< rank 0's is the group's
+    JobKey
+        socket{};  ///< no other rank's, nor that of who takes its place; names its DescriptorServer
     DeviceUuid uuid{};
     std::int32_t ordinal = -1;
     std::uint8_t vmm = 0;

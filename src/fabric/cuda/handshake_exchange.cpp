@@ -1,7 +1,9 @@
 // Ranks tell each other which GPU they have; ranks that cannot reach each other find out here.
 #include <cstring>
 #include <ferry/error.hpp>
+#include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "fabric/cuda/sharing.hpp"
 #include "fabric/rendezvous.hpp"
@@ -144,6 +146,35 @@ DeviceDomain exchange_handshakes(Bootstrap& bootstrap, const DeviceMemoryOptions
                 {.rank = domain.rank, .peer = outcome.peer});
   }
   return domain;
+}
+
+std::unique_ptr<Sharing> join_sharing(int rank, int size, const DeviceMemoryOptions& options,
+                                      std::span<const std::byte> card) {
+  const DeviceHandshake::Fixed theirs = device_handshake_from(card, rank, -1).fixed;
+  DeviceHandshake mine;
+  mine.identity = this_identity();
+  mine.fixed.socket = random_key(rank);
+  auto context = open_device(options, mine);
+  const DeviceWay way = theirs.forced;
+  const bool can = way == DeviceWay::ipc ? mine.fixed.ipc != 0 : mine.fixed.vmm != 0;
+  if (!context || !can || way == DeviceWay::local || way == DeviceWay::vmm_fabric) {
+    const std::string why = text_of(mine.fixed.problem);
+    throw Error(ErrorKind::unsupported,
+                describe(mine, rank) + " cannot join: " +
+                    (why.empty() ? "the group shares memory by " + std::string(name_of(way)) +
+                                       ", which this process cannot"
+                                 : "it has no GPU for the CUDA engine: " + why),
+                {.rank = rank});
+  }
+  DeviceDomain domain{.rank = rank, .job = theirs.job, .ranks = {}};
+  domain.ranks.resize(static_cast<std::size_t>(size));
+  domain.ranks[static_cast<std::size_t>(rank)] = mine;
+  try {
+    return std::make_unique<Sharing>(std::move(domain), std::move(context), way);
+  } catch (const std::runtime_error& error) {
+    throw Error(ErrorKind::system, describe(mine, rank) + " cannot join: " + error.what(),
+                {.rank = rank});
+  }
 }
 
 }  // namespace ferry::fabric

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <ferry/error.hpp>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 #include <tuple>
 
 namespace ferry::fabric {
@@ -12,7 +14,7 @@ namespace {
 /// Blocks of ranks of this process, so that their peers in it use the mapping itself. A block stays
 /// while one of them holds it.
 struct Lent {
-  using Key = std::tuple<JobKey, int, SegmentId>;
+  using Key = std::pair<JobKey, SegmentId>;  // the first: of the rank (Fixed::socket)
   std::mutex mutex;
   std::map<Key, std::weak_ptr<DeviceBlock>> blocks;
 };
@@ -26,7 +28,7 @@ Lent& lent() {
 /// its ranks on one GPU share the mapping. It is closed under the lock, so that nobody opens it
 /// meanwhile.
 struct Imported {
-  using Key = std::tuple<JobKey, int, SegmentId, int>;  // the last: CUDA ordinal of the user
+  using Key = std::tuple<JobKey, SegmentId, int>;  // as above; the last: CUDA ordinal of the user
   struct Entry {
     std::shared_ptr<DeviceBlock> block{};
     int users = 0;
@@ -104,9 +106,8 @@ Sharing::~Sharing() {
   if (process_id() != owner_pid_) return;  // a forked child: the locks may be held for ever
   Lent& all = lent();
   const std::lock_guard lock(all.mutex);
-  std::erase_if(all.blocks, [this](const auto& entry) {
-    return std::get<0>(entry.first) == domain_.job && std::get<1>(entry.first) == domain_.rank;
-  });
+  std::erase_if(all.blocks,
+                [this](const auto& entry) { return entry.first.first == key_of(domain_.rank); });
 }
 
 Sharing::Made Sharing::make(SegmentId segment, std::size_t bytes) {
@@ -136,7 +137,7 @@ Sharing::Made Sharing::make(SegmentId segment, std::size_t bytes) {
   }
   Lent& all = lent();
   const std::lock_guard lock(all.mutex);
-  all.blocks[{domain_.job, domain_.rank, segment}] = made.block;
+  all.blocks[{key_of(domain_.rank), segment}] = made.block;
   return made;
 }
 
@@ -150,7 +151,7 @@ void Sharing::forget(SegmentId segment) noexcept {
   seal(segment);
   Lent& all = lent();
   const std::lock_guard lock(all.mutex);
-  all.blocks.erase({domain_.job, domain_.rank, segment});
+  all.blocks.erase({key_of(domain_.rank), segment});
 }
 
 std::shared_ptr<DeviceBlock> Sharing::borrow(int peer, SegmentId segment) const {
@@ -158,7 +159,7 @@ std::shared_ptr<DeviceBlock> Sharing::borrow(int peer, SegmentId segment) const 
   {
     Lent& all = lent();
     const std::lock_guard lock(all.mutex);
-    const auto found = all.blocks.find({domain_.job, peer, segment});
+    const auto found = all.blocks.find({key_of(peer), segment});
     if (found != all.blocks.end()) block = found->second.lock();
   }
   if (!block) throw std::runtime_error("its memory is gone");
@@ -167,7 +168,7 @@ std::shared_ptr<DeviceBlock> Sharing::borrow(int peer, SegmentId segment) const 
 }
 
 std::shared_ptr<DeviceBlock> Sharing::import_ipc(int peer, const DeviceHandle& handle) const {
-  const Imported::Key key{domain_.job, peer, handle.segment, context_->ordinal()};
+  const Imported::Key key{key_of(peer), handle.segment, context_->ordinal()};
   auto block = import_once(key, [&] {
     CUipcMemHandle ipc{};
     std::memcpy(&ipc, handle.exported.data(), sizeof ipc);
@@ -198,6 +199,33 @@ std::shared_ptr<DeviceBlock> Sharing::open(int peer, const DeviceHandle& handle,
           ? take_descriptor(owner.identity.process, handle.descriptor)
           : ask_for_descriptor(owner.fixed.socket, handle.segment, deadline);
   return DeviceBlock::map_vmm(context_, handle.bytes, descriptor.get());
+}
+
+DeviceHandshake Sharing::card() const {
+  DeviceHandshake mine = domain_.of(domain_.rank);
+  mine.fixed.forced = way_;
+  mine.fixed.job = domain_.job;
+  return mine;
+}
+
+bool Sharing::seat(int peer, const DeviceHandshake& card) {
+  const auto refuse = [&](ErrorKind kind, const std::string& what) {
+    throw Error(kind,
+                "rank " + std::to_string(domain_.rank) + " and the process of rank " +
+                    std::to_string(peer) + what,
+                {.rank = domain_.rank, .peer = peer});
+  };
+  if (card.fixed.job != domain_.job || card.fixed.forced != way_) {
+    refuse(ErrorKind::mismatch, " belong to different groups, or share memory in different ways");
+  }
+  if (card.fixed.socket == key_of(peer)) return false;
+  if (card.identity.process == domain_.of(domain_.rank).identity.process) {
+    refuse(ErrorKind::unsupported,
+           " are threads of one process, but GPUs share memory with who comes later if that is a "
+           "process of its own");
+  }
+  domain_.ranks[static_cast<std::size_t>(peer)] = card;
+  return true;
 }
 
 }  // namespace ferry::fabric

@@ -49,11 +49,16 @@ class Sharing {
   std::shared_ptr<DeviceBlock> open(int peer, const DeviceHandle& handle,
                                     std::chrono::nanoseconds deadline) const;
 
+  /// DeviceMemory has the words.
+  DeviceHandshake card() const;
+  bool seat(int peer, const DeviceHandshake& card);
+
   const DeviceDomain& domain() const noexcept { return domain_; }
   DeviceContext& context() const noexcept { return *context_; }
   DeviceWay way() const noexcept { return way_; }
 
  private:
+  const JobKey& key_of(int peer) const { return domain_.of(peer).fixed.socket; }
   std::shared_ptr<DeviceBlock> borrow(int peer, SegmentId segment) const;
   std::shared_ptr<DeviceBlock> import_ipc(int peer, const DeviceHandle& handle) const;
 
@@ -75,6 +80,11 @@ DeviceDomain exchange_handshakes(Bootstrap& bootstrap, const DeviceMemoryOptions
 std::unique_ptr<Sharing> choose_sharing(Bootstrap& bootstrap, const DeviceDomain& domain,
                                         const std::shared_ptr<DeviceContext>& context,
                                         const DeviceMemoryOptions& options);
+
+/// Of a process that joins: in the way of the group, as that rank's card says. Throws
+/// Error(unsupported) or Error(mismatch).
+std::unique_ptr<Sharing> join_sharing(int rank, int size, const DeviceMemoryOptions& options,
+                                      std::span<const std::byte> card);
 
 /// One all-gather of how a step went. The bytes are the same build's on all ranks.
 std::vector<DeviceOutcome> gather_outcomes(Bootstrap& bootstrap, const DeviceOutcome& mine,
