@@ -1,5 +1,6 @@
 #include "cuda/runtime/segment_exchange.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -40,15 +41,17 @@ void SegmentExchange::offer(const char* stage, const fabric::Segment& segment) {
   head.handle_bytes = static_cast<std::uint32_t>(segment.handle.size());
   std::memcpy(outgoing_.data(), &head, sizeof(head));
   std::memcpy(outgoing_.data() + sizeof(head), segment.handle.data(), segment.handle.size());
-  const auto await_taken = [&] {
-    channel_.await(stage, Awaited{taken_, offers_},
-                   [&](GroupWatch& watch) { return delivery_.await(offers_, watch); });
-  };
-  if (offers_ > 0) await_taken();  // of an epoch that failed: some take it only now
   const protocol::Generation number = ++offers_;
   swap_.post_all(channel_.reach(), number, outgoing_.data(), 0);
   delivery_.deliver(channel_.reach(), channel_.rank(), number, 0);  // the own rank has it
-  await_taken();
+  channel_.await(stage, Awaited{taken_, number},
+                 [&](GroupWatch& watch) { return delivery_.await(number, watch); });
+}
+
+void SegmentExchange::begin_epoch(std::uint64_t epoch) {
+  constexpr int kOfOneEpoch = 32;  // bits
+  offers_ = epoch << kOfOneEpoch;
+  std::fill(served_.begin(), served_.end(), offers_);
 }
 
 std::optional<SegmentExchange::Offer> SegmentExchange::next() {
@@ -56,7 +59,7 @@ std::optional<SegmentExchange::Offer> SegmentExchange::next() {
     if (peer == channel_.rank() || !channel_.has(peer)) continue;
     const protocol::Generation seen = offered_[peer].load(protocol::order::acquire);
     protocol::Generation& served = served_[static_cast<std::size_t>(peer)];
-    if (seen == served) continue;
+    if (seen <= served) continue;  // of an earlier epoch, or taken
     if (seen != served + 1) {
       channel_.throw_violation("grow", peer,
                                "offered segment number " + std::to_string(seen) + " after number " +

@@ -3,7 +3,8 @@
 // the call; the peers' kernels only wait for it a little longer.
 //
 // One swap slot and one flag for each source, as in protocol/swap.hpp, but each source counts its
-// offers by itself: it makes the next one after everybody has taken the last.
+// offers by itself, anew in each epoch: it makes the next one after everybody has taken the last.
+// So what a lost rank has offered is not taken for an offer of the process that has its place.
 #pragma once
 #include <cstddef>
 #include <optional>
@@ -36,6 +37,9 @@ class SegmentExchange {
     std::size_t bytes = 0;
     std::span<const std::byte> handle{};
   };
+  /// While nobody offers or takes: what was offered in earlier epochs is over.
+  void begin_epoch(std::uint64_t epoch);
+
   // For the one thread that takes offers.
   std::optional<Offer> next();
   void taken(const Offer& offer);
