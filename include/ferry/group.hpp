@@ -83,8 +83,8 @@ struct GroupConfig {
   /// What `automatic` means in the options of this group's calls.
   Crossing crossing = Crossing::automatic;
   /// Not empty: under this name a process that starts later (TcpOptions::join) finds the group and
-  /// takes the place of a rank that is lost. One name for each group of a job. Needs the host
-  /// backend, fabric shm, one domain or several that libfabric joins, at most 256 ranks; latency
+  /// takes the place of a rank that is lost. One name for each group of a job. Needs fabric shm,
+  /// one domain, or with the host backend several that libfabric joins, at most 256 ranks; latency
   /// exchanges are then not to be had.
   std::string elastic{};
   /// Not empty: a directory that all hosts share (NFS), where a file decides which half of the

@@ -109,7 +109,8 @@ class Group:
             `Plan.crossing`), "direct" or "hierarchical".
         elastic: under this name a process that starts later finds the group and takes the place of
             a lost rank, with a bootstrap that `joins`; one name for each group of a job. "": nobody
-            joins. Needs backend "host" and fabric "shm", and excludes latency exchanges.
+            joins. Needs fabric "shm", with backend "cuda" one domain, and excludes latency
+            exchanges.
         arbiter: a directory that all hosts share (NFS 4): when the network is split and half of the
             ranks are left on each side, a file there decides which half `regroup` lets go on. "":
             both halves stop. With `elastic` it is also where processes find the group on whose host

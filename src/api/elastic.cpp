@@ -10,6 +10,7 @@
 
 #include "api/agreement.hpp"
 #include "core/check.hpp"
+#include "cuda/engine.hpp"
 #include "engine/membership/aside.hpp"
 #include "fabric/domains/domain_fabric.hpp"
 #include "fabric/domains/shared_doors.hpp"
@@ -28,12 +29,13 @@ std::string lobby_name(const Bootstrap& bootstrap, const GroupConfig& config) {
 }
 
 [[noreturn]] void throw_unsupported(int rank, const std::string& got) {
-  throw Error(ErrorKind::unsupported,
-              "Group: elastic: got " + got + "; expected at most " +
-                  std::to_string(engine::SeatTraits::kSeats) +
-                  " ranks as processes (fabric shm), in one domain or in several that libfabric "
-                  "joins (network ofi), backend host",
-              {rank, -1, "Group: elastic", 0, 0, 0});
+  throw Error(
+      ErrorKind::unsupported,
+      "Group: elastic: got " + got + "; expected at most " +
+          std::to_string(engine::SeatTraits::kSeats) +
+          " ranks as processes (fabric shm), in one domain, or with backend host in several "
+          "that libfabric joins (network ofi)",
+      {rank, -1, "Group: elastic", 0, 0, 0});
 }
 
 /// What a process that joins must know: the domain of each rank, then what its network needs.
@@ -100,9 +102,11 @@ void open_lobby(const Bootstrap& bootstrap, const GroupConfig& config, const Ins
                 fabric::Fabric& fabric) {
   if (config.elastic.empty()) return;
   const int rank = bootstrap.rank(), size = bootstrap.size();
-  if (fabric.lobby() == nullptr) {
+  const bool gpus_apart = config.backend == Backend::cuda && inside.domains.count() > 1;
+  if (fabric.lobby() == nullptr || gpus_apart) {
     throw_unsupported(rank, std::to_string(inside.domains.count()) + " domains, fabric " +
-                                std::string(fabric.name()));
+                                std::string(fabric.name()) + ", backend " +
+                                std::string(name_of(config.backend)));
   }
   if (size > engine::SeatTraits::kSeats) throw_unsupported(rank, std::to_string(size) + " ranks");
   fabric.lobby()->open({lobby_name(bootstrap, config), config_text(config, size), 0,
@@ -159,6 +163,9 @@ std::shared_ptr<Engine> join_group(const Bootstrap& bootstrap, GroupConfig confi
     check_same(text, rank, there.text, there.rank);
   }
   std::span<const std::byte> rest = met.there.invitation;
+  if (config.backend == Backend::cuda) {
+    return cuda::join_cuda_engine(config, std::move(fabric), ticket);
+  }
   const Domains domains = take_domains(rest, rank, size);
   if (domains.count() > 1) {
     fabric = fabric::make_domain_fabric(

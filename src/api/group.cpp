@@ -29,6 +29,7 @@ namespace {
 std::shared_ptr<Engine> make_cuda_group(Bootstrap& bootstrap, const GroupConfig& config,
                                         const Inside& inside) {
   auto fabric = make_wires(bootstrap, config, inside);
+  open_lobby(bootstrap, config, inside, *fabric);
   if (inside.domains.count() == 1 || inside.kind == FabricKind::sim) {  // which it refuses itself
     return cuda::make_cuda_engine(bootstrap, config, std::move(fabric));
   }

@@ -129,11 +129,6 @@ void check_elastic(const GroupConfig& config) {
     refuse("Group", "elastic", to_string(config.elastic.size()) + " bytes",
            "a name of at most " + to_string(kMostName) + " bytes");
   }
-  if (!config.elastic.empty() && config.backend == Backend::cuda) {
-    throw Error(ErrorKind::unsupported,
-                "Group: elastic: processes cannot take the places of lost ranks on GPUs; expected "
-                "backend host, or no name: the ranks that are left go on by regroup");
-  }
   constexpr std::size_t kMostPath = 1000;
   if (config.arbiter.size() > kMostPath || config.arbiter.find('\0') != std::string::npos) {
     refuse("Group", "arbiter", to_string(config.arbiter.size()) + " bytes",
@@ -197,6 +192,14 @@ void check_config(const GroupConfig& config) {
            "automatic, host or cuda");
   }
   check_elastic(config);
+}
+
+void check_not_elastic(const GroupConfig& config, int rank) {
+  if (config.elastic.empty()) return;
+  throw Error(ErrorKind::unsupported,
+              "LatencyExchange: not in a group whose lost ranks are replaced (elastic); make it in "
+              "a group of its own",
+              {rank, -1, "LatencyExchange", 0, 0, 0});
 }
 
 void check_config(const LatencyConfig& config) {

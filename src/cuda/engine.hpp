@@ -23,6 +23,12 @@ std::string pci_bus_id(int device);
 std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig& config,
                                          std::unique_ptr<fabric::Fabric> fabric);
 
+/// Of a process that takes the place of a lost rank: not collective. Waits until the ranks take it
+/// in.
+std::shared_ptr<Engine> join_cuda_engine(const GroupConfig& config,
+                                         std::unique_ptr<fabric::Fabric> fabric,
+                                         std::uint64_t ticket);
+
 /// How the ranks of one domain meet: collective among them, whatever those of the others do
 /// meanwhile.
 struct DomainWires {

@@ -14,29 +14,34 @@ std::string pci_bus_id(int /*device*/) {
 }
 
 namespace {
-[[noreturn]] void refuse_backend(const Bootstrap& bootstrap, const char* made) {
+[[noreturn]] void refuse_backend(int rank, const char* made) {
   throw Error(ErrorKind::unsupported,
               std::string(made) +
                   ": backend: got cuda; this build of Ferry has the host engine only; expected "
                   "host or automatic, or a build with FERRY_CUDA=ON",
-              {bootstrap.rank(), -1, std::string(made) + ": backend", 0, 0, 0});
+              {rank, -1, std::string(made) + ": backend", 0, 0, 0});
 }
 }  // namespace
 
 std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig&,
                                          std::unique_ptr<fabric::Fabric>) {
-  refuse_backend(bootstrap, "Group");
+  refuse_backend(bootstrap.rank(), "Group");
+}
+
+std::shared_ptr<Engine> join_cuda_engine(const GroupConfig&, std::unique_ptr<fabric::Fabric> fabric,
+                                         std::uint64_t) {
+  refuse_backend(fabric->rank(), "Group");
 }
 
 std::shared_ptr<CollectivesEngine> make_cuda_collectives(Bootstrap& bootstrap, GroupConfig,
                                                          std::unique_ptr<fabric::Fabric>) {
-  refuse_backend(bootstrap, "Collectives");
+  refuse_backend(bootstrap.rank(), "Collectives");
 }
 
 std::shared_ptr<CollectivesEngine> make_cuda_domain_collectives(Bootstrap& bootstrap, GroupConfig,
                                                                 const Domains&, CollectiveWires,
                                                                 const DomainWires&) {
-  refuse_backend(bootstrap, "Collectives");
+  refuse_backend(bootstrap.rank(), "Collectives");
 }
 
 std::shared_ptr<Engine> make_cuda_domain_engine(Bootstrap& bootstrap, const GroupConfig& config,

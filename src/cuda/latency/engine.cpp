@@ -194,6 +194,7 @@ std::shared_ptr<CudaLatency> make_cuda_latency(std::shared_ptr<CudaEngine> engin
 
 std::shared_ptr<LatencyEngine> CudaEngine::make_latency(const LatencyConfig& config) {
   now_.check_whole("LatencyExchange");
+  check_not_elastic(config_, rank());
   return make_cuda_latency(shared_from_this(), config);
 }
 

@@ -38,6 +38,7 @@ struct GroupWords {
 struct CallSlot {
   Failure failure{};
   std::uint64_t dead_then = 0;  ///< LocalWords::failed at its end, if the CPU asked for it
+  std::uint64_t any_waits = 0;  ///< commit: not 0: a process waits for a place, says some rank
   SecondGrant second{};
 };
 

@@ -1,8 +1,10 @@
 // Creation of a CUDA engine: the only time at which the bootstrap is used.
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "core/layout.hpp"
@@ -11,8 +13,10 @@
 #include "cuda/runtime/links.hpp"
 #include "cuda/throughput/create.hpp"
 #include "cuda/throughput/engine.hpp"
+#include "cuda/throughput/gpu_page.hpp"
 #include "engine/create.hpp"
 #include "engine/growth.hpp"
+#include "fabric/lobby.hpp"
 #include "fabric/segment_handle.hpp"
 
 namespace ferry::cuda {
@@ -109,15 +113,21 @@ bool all_carry_ll128(Bootstrap& bootstrap, const GroupConfig& config, int device
   });
 }
 
+/// That device must be current.
+GpuPlace prepare_device(int device, Parts& parts) {
+  const GpuPlace mine = place_of(device, parts.num_sms);
+  check(load_throughput_kernels(), "load_throughput_kernels");
+  check(load_latency_kernels(), "load_latency_kernels");
+  return mine;
+}
+
 /// Takes part in the first step of all ranks, which may fail on one: device, kernels, its place.
 /// Returns those of all.
 std::vector<GpuPlace> meet(Bootstrap& bootstrap, const GroupConfig& config, int device,
                            Parts& parts) {
   const auto told = engine::together(bootstrap, config, "Group: GPU", [&] {
     const OnDevice here(device);
-    const GpuPlace mine = place_of(device, parts.num_sms);
-    check(load_throughput_kernels(), "load_throughput_kernels");
-    check(load_latency_kernels(), "load_latency_kernels");
+    const GpuPlace mine = prepare_device(device, parts);
     const auto bytes = std::as_bytes(std::span(&mine, 1));
     return std::vector<std::byte>(bytes.begin(), bytes.end());
   });
@@ -132,13 +142,19 @@ std::vector<GpuPlace> meet(Bootstrap& bootstrap, const GroupConfig& config, int 
   return places;
 }
 
+/// Returns a spare one: as many segments as cards; of the least size.
+fabric::Segment register_cpu_control(const GroupConfig& config, Parts& parts) {
+  fabric::Fabric& wire = *parts.cpu->fabric;
+  parts.cpu_control = wire.register_memory(cpu_control_bytes(config, wire.size()));
+  return wire.register_memory(kSparePage);
+}
+
 /// The control segment of the CPUs, by the host's fabric.
 void make_cpu_control(Bootstrap& bootstrap, const GroupConfig& config, Parts& parts) {
   fabric::Fabric& wire = *parts.cpu->fabric;
-  fabric::Segment spare;  // as many segments as cards; of the least size
+  fabric::Segment spare;
   const auto cards = engine::together(bootstrap, config, "Group: memory", [&] {
-    parts.cpu_control = wire.register_memory(cpu_control_bytes(config, wire.size()));
-    spare = wire.register_memory(kSparePage);
+    spare = register_cpu_control(config, parts);
     return engine::bytes_of({engine::card_of(parts.cpu_control), engine::card_of(spare)});
   });
   engine::together(bootstrap, config, "Group: attach", [&] {
@@ -149,6 +165,20 @@ void make_cpu_control(Bootstrap& bootstrap, const GroupConfig& config, Parts& pa
   wire.seal(spare.id);
 }
 
+/// Returns the arena.
+fabric::Segment register_gpu_memory(const GroupConfig& config, Parts& parts) {
+  fabric::DeviceMemory& wire = parts.gpu->wire();
+  parts.control = wire.register_memory(control_bytes(parts.layout, wire.size()));
+  fabric::Segment arena = wire.register_memory(arena_bytes(config));
+  parts.gpu->registered().add(arena);
+  if (GpuPage* page = page_in(config, parts.cpu_control.data, wire.size())) {
+    page->show(wire.card());
+    page->add(parts.control);
+    page->add(arena);
+  }
+  return arena;
+}
+
 /// The control segment and the arena of the GPUs.
 void make_gpu_memory(Bootstrap& bootstrap, const GroupConfig& config, std::size_t body_bytes,
                      Parts& parts) {
@@ -156,20 +186,54 @@ void make_gpu_memory(Bootstrap& bootstrap, const GroupConfig& config, std::size_
   parts.layout = gpu_layout(config, wire.size(), body_bytes);
   fabric::Segment arena;
   const auto cards = engine::together(bootstrap, config, "Group: GPU memory", [&] {
-    parts.control = wire.register_memory(control_bytes(parts.layout, wire.size()));
-    arena = wire.register_memory(arena_bytes(config));
+    arena = register_gpu_memory(config, parts);
     return engine::bytes_of({engine::card_of(parts.control), engine::card_of(arena)});
   });
-  parts.gpu->registered().add(arena);
   engine::together(bootstrap, config, "Group: GPU attach", [&] {
     engine::attach_all(wire, cards, {engine::card_of(parts.control), engine::card_of(arena)});
     return std::vector<std::byte>();
   });
+  if (!config.elastic.empty()) return;  // others come later
   wire.seal(parts.control.id);
   wire.seal(arena.id);
 }
 
+fabric::DeviceMemoryOptions memory_options(const GroupConfig& config, int device) {
+  fabric::DeviceMemoryOptions options;
+  options.device = device;
+  options.deadline = config.deadline;
+  options.on_wait = config.on_wait;
+  options.joinable = !config.elastic.empty();
+  return options;
+}
+
+/// Of a process that joins: the card of a rank that it finds. It waits for one, as the group may
+/// still be made.
+std::vector<std::byte> card_of_any(const GroupConfig& config, fabric::Fabric& wire) {
+  const auto end = std::chrono::steady_clock::now() + config.deadline;
+  for (;;) {
+    for (const fabric::Visitor& there : wire.lobby()->visitors()) {
+      auto card = page_in(config, there.control, wire.size())->card();
+      if (!card.empty()) return card;
+    }
+    if (std::chrono::steady_clock::now() >= end) {
+      throw Error(
+          ErrorKind::deadline,
+          "Group: rank " + std::to_string(wire.rank()) +
+              " wants to join, but no rank of the group is left, or none has GPU memory yet",
+          {wire.rank(), -1, "Group: elastic", 0, 0, 0});
+    }
+    if (config.on_wait) config.on_wait();
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
+
 }  // namespace
+
+GpuPage* page_in(const GroupConfig& config, std::byte* control, int ranks) {
+  if (config.elastic.empty()) return nullptr;
+  return reinterpret_cast<GpuPage*>(control + cpu_layout(ranks).bytes);
+}
 
 std::size_t table_bytes(int ranks) {
   return static_cast<std::size_t>(ranks) * kMaxSegments * sizeof(PeerSegment);
@@ -231,11 +295,7 @@ std::shared_ptr<CudaEngine> make_engine(Bootstrap& bootstrap, const GroupConfig&
   parts.sharing = std::max(parts.sharing, sharing);
   parts.carries_ll128 = all_carry_ll128(bootstrap, config, device, places);
   make_cpu_control(bootstrap, config, parts);
-  fabric::DeviceMemoryOptions options;
-  options.device = device;
-  options.deadline = config.deadline;
-  options.on_wait = config.on_wait;
-  auto wire = fabric::make_device_memory(bootstrap, options);
+  auto wire = fabric::make_device_memory(bootstrap, memory_options(config, device));
   parts.gpu = std::make_shared<GpuMemory>(std::move(wire), config.deadline);
   make_gpu_memory(bootstrap, config, body_bytes, parts);
   std::shared_ptr<CudaEngine> made;
@@ -244,6 +304,33 @@ std::shared_ptr<CudaEngine> make_engine(Bootstrap& bootstrap, const GroupConfig&
     made->start();
     return std::vector<std::byte>();
   });
+  return made;
+}
+
+std::shared_ptr<Engine> join_cuda_engine(const GroupConfig& config,
+                                         std::unique_ptr<fabric::Fabric> fabric,
+                                         std::uint64_t ticket) {
+  Parts parts;
+  parts.cpu = std::make_shared<engine::Memory>(std::move(fabric));
+  fabric::Fabric& wire = *parts.cpu->fabric;
+  const int rank = wire.rank(), size = wire.size();
+  const fabric::Segment spare = register_cpu_control(config, parts);
+  wire.seal(parts.cpu_control.id);  // the others open its descriptors
+  wire.seal(spare.id);
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer != rank) wire.lobby()->vacate(peer);
+  }
+  const int device = chosen_device(config);
+  const OnDevice here(device);
+  prepare_device(device, parts);
+  parts.gpu = std::make_shared<GpuMemory>(
+      fabric::join_device_memory(rank, size, memory_options(config, device),
+                                 card_of_any(config, wire)),
+      config.deadline);
+  parts.layout = gpu_layout(config, size);
+  (void)register_gpu_memory(config, parts);
+  auto made = std::make_shared<CudaEngine>(config, std::move(parts));
+  made->join(ticket);
   return made;
 }
 

@@ -3,10 +3,14 @@
 #include <memory>
 
 #include "cuda/throughput/engine.hpp"
+#include "cuda/throughput/gpu_page.hpp"
 #include "fabric/fabric.hpp"
 #include "ferry/bootstrap.hpp"
 
 namespace ferry::cuda {
+
+/// The page in a control segment of the CPUs, where processes join; otherwise null.
+GpuPage* page_in(const GroupConfig& config, std::byte* control, int ranks);
 
 /// Of the table of segments, behind the flags and mailboxes of a control segment.
 std::size_t table_bytes(int ranks);

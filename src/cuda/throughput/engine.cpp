@@ -13,6 +13,7 @@
 #include "cuda/kernels/base/group_view.hpp"
 #include "cuda/runtime/event.hpp"
 #include "cuda/throughput/exchange.hpp"
+#include "cuda/throughput/gpu_page.hpp"
 #include "cuda/throughput/regroup.hpp"
 #include "engine/regions.hpp"
 
@@ -26,8 +27,9 @@ ControlLayout cpu_layout(int ranks) {
 }
 
 std::size_t cpu_control_bytes(const GroupConfig& config, int ranks) {
-  const std::size_t tuned = config.tune.value_or(false) ? engine::TimeSwap::bytes(ranks) : 0;
-  return cpu_layout(ranks).bytes + tuned;
+  const std::size_t flags = cpu_layout(ranks).bytes;
+  if (!config.elastic.empty()) return flags + round_up(sizeof(GpuPage), 4096);
+  return flags + (config.tune.value_or(false) ? engine::TimeSwap::bytes(ranks) : 0);
 }
 
 namespace {
@@ -74,20 +76,23 @@ CudaEngine::CudaEngine(const GroupConfig& config, Parts parts)
   view_.fatal = words_.fatal;
   view_.abort = words_.abort;
   view_.deadline_ns = static_cast<std::uint64_t>(config_.deadline.count());
-  if (tuner_.on()) {
+  if (tuner_.on() && !elastic()) {
     times_.emplace(channel_, *parts_.cpu->fabric, parts_.cpu_control, cpu_layout(size()).bytes);
   }
   control_bytes_ = parts_.cpu_control.bytes + 4096 + parts_.control.bytes;
 }
 
 void CudaEngine::start() {
-  for (int peer = 0; peer < size(); ++peer) {
-    for (fabric::SegmentId segment = 0; segment < 2; ++segment) {  // control, arena
-      write_table(peer, segment, gpu().wire().pointer(peer, segment),
-                  gpu().wire().bytes(peer, segment));
-    }
-  }
+  for (int peer = 0; peer < size(); ++peer) write_table(peer);
   load_copies();
+  monitor_ = std::thread([this] { monitor(); });
+}
+
+void CudaEngine::join(std::uint64_t ticket) {
+  const OnDevice here(device().index);
+  write_table(rank());
+  load_copies();
+  EpochChange(*this).join(ticket);
   monitor_ = std::thread([this] { monitor(); });
 }
 
@@ -215,7 +220,7 @@ int CudaEngine::tuned_sms(Launch& launch, int asked, std::int64_t tokens, bool s
                           TuningKey key) {
   if (asked != 0 || !tuner_.on()) return sms_for(launch.name(), asked);
   key.tokens_class = tokens_class_of(tokens);
-  if (split) {
+  if (split || !times_) {
     const int given = tuner_.as_started(key);
     return given > 0 ? sms_for(launch.name(), 0, given) : sms_for(launch.name(), 0);
   }
@@ -347,10 +352,13 @@ std::vector<std::vector<std::byte>> CudaEngine::gather(std::span<const std::byte
 bool CudaEngine::commit(std::uint64_t step) {
   const std::optional<Error> refusal = now_.refusal_of(step);
   Launch launch(*this, "commit", nullptr);
+  const auto slot = launch.record()->slot;
   BarrierParameters parameters;
   parameters.group = view_;
   parameters.call.kind = CallKind::commit;
   parameters.call.commit.step = step;
+  parameters.one_waits = regroup_ && regroup_->one_waits();
+  parameters.any_waits = &launch.record()->pinned().any_waits;
   parameters.failure = launch.record()->failure;
   launch.enter(parameters.call);
   launch.run(launch_barrier(parameters, launch.stream()), "launch_barrier");
@@ -362,7 +370,7 @@ bool CudaEngine::commit(std::uint64_t step) {
   }
   if (refusal) throw *refusal;  // on all ranks alike: they have the same step
   now_.commit(step);
-  return false;  // no process can take the place of a lost rank
+  return reinterpret_cast<const CallSlot*>(slot.get())->any_waits != 0;
 }
 
 ferry::GroupView CudaEngine::regroup() {

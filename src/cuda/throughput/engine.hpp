@@ -24,6 +24,7 @@
 #include "cuda/runtime/segment_exchange.hpp"
 #include "cuda/throughput/call.hpp"
 #include "cuda/throughput/failure.hpp"
+#include "cuda/throughput/gpu_page.hpp"
 #include "cuda/throughput/plan.hpp"
 #include "cuda/throughput/quarantine.hpp"
 #include "engine/channel.hpp"
@@ -59,11 +60,12 @@ struct PeerWords {
 };
 
 /// What the CPU writes at once into the control segment, at most.
-inline constexpr std::size_t kWriteBytes = round_up(sizeof(LocalWords), kLineBytes);
+inline constexpr std::size_t kWriteBytes =
+    round_up(std::max(sizeof(LocalWords), kMaxSegments * sizeof(PeerSegment)), kLineBytes);
 
 /// Flags and mailboxes of the ranks' CPUs.
 ControlLayout cpu_layout(int ranks);
-/// The same, with what a tuner tells.
+/// The same, with how processes that join reach GPU memory, or with what a tuner tells.
 std::size_t cpu_control_bytes(const GroupConfig& config, int ranks);
 
 class CudaEngine final : public Engine, public std::enable_shared_from_this<CudaEngine> {
@@ -72,6 +74,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   ~CudaEngine() override;
   /// After creation: fills the table of segments and starts the monitor.
   void start();
+  /// Instead, of a process that takes the place of a lost rank: waits until the others take it in.
+  void join(std::uint64_t ticket);
 
   int rank() const override { return channel_.rank(); }
   int size() const override { return channel_.size(); }
@@ -121,6 +125,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   /// The same of a dispatch or combine of so many tokens of this rank: the default is the tuner's.
   /// `split`: of two parts with others' work between, or captured: nothing is tried or timed.
   int tuned_sms(Launch& launch, int asked, std::int64_t tokens, bool split, TuningKey key);
+  /// Of a group whose lost ranks are replaced.
+  bool elastic() const { return !config_.elastic.empty(); }
   bool shares_gpu() const { return parts_.sharing > 1; }
   bool carries_ll128() const { return parts_.carries_ll128; }
   /// For what a call does in this GPU's memory alone: all of this rank's share.
@@ -188,6 +194,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void write_control(const void* from, std::size_t offset, std::size_t bytes);
   bool grow(const char* call, std::size_t bytes);
   void write_table(int peer, fabric::SegmentId segment, std::byte* data, std::size_t bytes);
+  void write_table(int peer);
+  bool map(int peer, const GpuPage& page);
   void load_copies();
   bool drain(std::chrono::nanoseconds most);
   void monitor();

@@ -1,6 +1,7 @@
 // What the CPU does beside the calls: it maps what peers offer, sees who has died or left, and then
 // tells the kernels to stop.
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstring>
@@ -42,6 +43,16 @@ void CudaEngine::write_table(int peer, fabric::SegmentId segment, std::byte* dat
   const std::size_t at =
       (static_cast<std::size_t>(peer) * kMaxSegments + segment) * sizeof(PeerSegment);
   write_control(&entry, parts_.layout.bytes + at, sizeof(entry));
+}
+
+/// Of all that is attached of the peer.
+void CudaEngine::write_table(int peer) {
+  std::array<PeerSegment, kMaxSegments> row{};
+  for (fabric::SegmentId segment = 0; segment < row.size(); ++segment) {
+    row[segment] = {gpu().wire().pointer(peer, segment), gpu().wire().bytes(peer, segment)};
+  }
+  write_control(row.data(), parts_.layout.bytes + static_cast<std::size_t>(peer) * sizeof(row),
+                sizeof(row));
 }
 
 void CudaEngine::write_control(const void* from, std::size_t offset, std::size_t bytes) {
@@ -144,8 +155,10 @@ fabric::Segment CudaEngine::add_segment(const char* call, std::size_t bytes) {
     return {};
   }
   write_table(rank(), segment.id, segment.data, segment.bytes);
+  // Before the offer: who does not hear that finds it here.
+  if (GpuPage* page = page_in(config_, parts_.cpu_control.data, size())) page->add(segment);
   segments_.offer(call, segment);
-  gpu().wire().seal(segment.id);
+  if (!elastic()) gpu().wire().seal(segment.id);
   return segment;
 }
 
@@ -161,9 +174,34 @@ bool CudaEngine::grow(const char* call, std::size_t bytes) {
   return false;
 }
 
+/// Of an elastic group: maps what the peer shows and this rank has not mapped yet; another process
+/// than before takes the place of its memory. False: it shows nothing.
+bool CudaEngine::map(int peer, const GpuPage& page) {
+  const std::vector<std::byte> card = page.card();
+  if (card.empty()) return false;
+  fabric::DeviceMemory& wire = gpu().wire();
+  bool changed = wire.seat(peer, card);
+  for (const engine::Card& segment : page.segments()) {
+    if (wire.pointer(peer, segment.id) != nullptr) continue;
+    if (segment.id == parts_.control.id && segment.bytes != parts_.control.bytes) {
+      channel_.throw_violation("regroup", peer,
+                               "has " + std::to_string(segment.bytes) +
+                                   " bytes of flags on its GPU, expected " +
+                                   std::to_string(parts_.control.bytes));
+    }
+    wire.attach(peer, segment.id, segment.bytes, {segment.handle, segment.handle_bytes});
+    changed = true;
+  }
+  if (changed) write_table(peer);
+  return true;
+}
+
 void CudaEngine::serve_offers() {
   while (const auto offer = segments_.next()) {
-    gpu().wire().attach(offer->peer, offer->segment, offer->bytes, offer->handle);
+    // A process that has joined may have found it on the page.
+    if (gpu().wire().pointer(offer->peer, offer->segment) == nullptr) {
+      gpu().wire().attach(offer->peer, offer->segment, offer->bytes, offer->handle);
+    }
     write_table(offer->peer, offer->segment, gpu().wire().pointer(offer->peer, offer->segment),
                 gpu().wire().bytes(offer->peer, offer->segment));
     segments_.taken(*offer);

@@ -1,13 +1,18 @@
 #include "cuda/throughput/regroup.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "base/text.hpp"
 #include "cuda/runtime/event.hpp"
+#include "cuda/throughput/create.hpp"
 #include "cuda/throughput/engine.hpp"
+#include "cuda/throughput/gpu_page.hpp"
 #include "engine/membership/aside.hpp"
+#include "fabric/lobby.hpp"
 #include "protocol/device_epoch.hpp"
 
 namespace ferry::cuda {
@@ -38,7 +43,18 @@ ferry::GroupView EpochChange::run() {
   end_calls();
   const std::scoped_lock paused(engine_.watching_);
   end_flights();
-  const engine::Epoch next = membership().run(engine_.now_.step());
+  go_on(membership().run(engine_.now_.step()));
+  return engine_.now_.get();
+}
+
+void EpochChange::join(std::uint64_t ticket) {
+  const OnDevice here(engine_.device().index);
+  const auto turn = take_turn();
+  find_ranks();
+  go_on(membership(ticket).join());
+}
+
+void EpochChange::go_on(const engine::Epoch& next) {
   try {
     begin_epoch(next);
   } catch (const std::exception& thrown) {
@@ -46,7 +62,27 @@ ferry::GroupView EpochChange::run() {
     throw;
   }
   engine_.now_.begin(next, engine_.regroup_->joined(next));
-  return engine_.now_.get();
+}
+
+/// Maps the memory of all ranks that there are, before this process asks for a place: if it cannot,
+/// the others are not disturbed. That of one that is being ended cannot be mapped; then it is gone
+/// before long.
+void EpochChange::find_ranks() {
+  constexpr std::chrono::nanoseconds kMost = std::chrono::seconds(5);
+  const auto end = std::chrono::steady_clock::now() + std::min(kMost, engine_.config_.deadline);
+  for (;;) {
+    try {
+      for (const auto& there : engine_.parts_.cpu->fabric->lobby()->visitors()) {
+        if (there.rank == engine_.rank()) continue;  // waits for the same place, or has just had it
+        engine_.map(there.rank, *page_in(engine_.config_, there.control, engine_.size()));
+      }
+      return;
+    } catch (const Error&) {
+      if (std::chrono::steady_clock::now() >= end) throw;
+    }
+    if (engine_.config_.on_wait) engine_.config_.on_wait();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
 }
 
 void EpochChange::check_possible() const {
@@ -112,10 +148,11 @@ void EpochChange::end_flights() {
   }
 }
 
-engine::Regroup& EpochChange::membership() {
+engine::Regroup& EpochChange::membership(std::uint64_t ticket) {
   if (!engine_.regroup_) {
     engine_.regroup_ = std::make_unique<engine::Regroup>(
-        engine_.parts_.cpu, nullptr, engine_.channel_, engine_.config_, cpu_layout(engine_.size()));
+        engine_.parts_.cpu, nullptr, engine_.channel_, engine_.config_, cpu_layout(engine_.size()),
+        std::nullopt, ticket);
     engine_.regroup_->suspect_ending();
   }
   return *engine_.regroup_;
@@ -126,8 +163,14 @@ engine::Regroup& EpochChange::membership() {
 /// alone writes is made anew.
 void EpochChange::begin_epoch(const engine::Epoch& next) {
   for (int peer = 0; peer < engine_.size(); ++peer) {
-    if (!engine_.channel_.has(peer)) engine_.write_table(peer, 0, engine_.nowhere(), 0);
+    if (!engine_.channel_.has(peer)) {
+      engine_.write_table(peer, 0, engine_.nowhere(), 0);
+    } else if (engine_.elastic()) {
+      map_member(peer);
+    }
   }
+  if (engine_.elastic()) count_sharers();
+  engine_.segments_.begin_epoch(next.number);
   engine_.held_ = engine_.regroup_->lost_may_write();
   LocalWords words{};
   words.generation = words.before = next.first - 1;
@@ -147,6 +190,30 @@ void EpochChange::begin_epoch(const engine::Epoch& next) {
   engine_.tuner_.forget();
   if (engine_.times_) engine_.times_->begin_epoch(next.number);
   engine_.channel_.enter_call({});
+}
+
+/// One that has ended since gets memory that nobody reads: it is awaited, as everywhere, until its
+/// death is known.
+void EpochChange::map_member(int peer) {
+  fabric::Fabric& wire = *engine_.parts_.cpu->fabric;
+  const GpuPage& page =
+      *page_in(engine_.config_, wire.pointer(peer, engine::Channel::kControl), engine_.size());
+  try {
+    if (engine_.map(peer, page)) return;
+  } catch (const Error&) {
+    if (!wire.peer_ends(peer)) throw;
+  }
+  engine_.write_table(peer);
+  engine_.write_table(peer, 0, engine_.nowhere(), engine_.parts_.layout.bytes);
+}
+
+/// Who takes a place may have another GPU than the former process had.
+void EpochChange::count_sharers() {
+  int sharers = 0;
+  for (int peer = 0; peer < engine_.size(); ++peer) {
+    sharers += engine_.channel_.has(peer) && engine_.gpu().wire().shares_gpu(peer) ? 1 : 0;
+  }
+  engine_.parts_.sharing = std::max(engine_.parts_.sharing, sharers);
 }
 
 }  // namespace ferry::cuda

@@ -1,6 +1,6 @@
 // A change of the membership, in place (engine/membership/regroup.hpp): the calls of the epoch end,
 // the ranks that are left agree, then this GPU's words are those of the next epoch. Its memory, and
-// graphs that were captured, stay.
+// graphs that were captured, stay. Of processes that have taken places the memory is mapped.
 #pragma once
 #include <mutex>
 
@@ -15,14 +15,20 @@ class EpochChange {
  public:
   explicit EpochChange(CudaEngine& engine) : engine_(engine) {}
   ferry::GroupView run();
+  /// Of a process that takes the place of a lost rank: its first epoch.
+  void join(std::uint64_t ticket);
 
  private:
   void check_possible() const;
   std::unique_lock<std::timed_mutex> take_turn();
   void end_calls();
   void end_flights();
-  engine::Regroup& membership();
+  engine::Regroup& membership(std::uint64_t ticket = 0);
+  void find_ranks();
+  void go_on(const engine::Epoch& next);
   void begin_epoch(const engine::Epoch& next);
+  void map_member(int peer);
+  void count_sharers();
 
   CudaEngine& engine_;
 };

@@ -278,13 +278,7 @@ std::size_t latency_memory_hint(const LatencyConfig& config, std::int64_t expert
 std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> engine,
                                                  const LatencyConfig& config) {
   engine->check_whole("LatencyExchange");
-  if (!engine->config().elastic.empty()) {
-    throw Error(
-        ErrorKind::unsupported,
-        "LatencyExchange: not in a group whose lost ranks are replaced (elastic); make it in "
-        "a group of its own",
-        {engine->rank(), -1, "LatencyExchange", 0, 0, 0});
-  }
+  check_not_elastic(engine->config(), engine->rank());
   LatencyLayout layout{};
   std::optional<Error> invalid;
   try {

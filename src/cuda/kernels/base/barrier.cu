@@ -20,12 +20,19 @@ __global__ void __launch_bounds__(kThreads)
   post_entry(p.group, control, generation, p.call, [&](DeviceHead& head) {
     head.status = p.status;
     head.detail = p.need_bytes;
+    head.rows = p.one_waits ? 1 : 0;
   });
   Verdict verdict;
-  if (!await_entry(p.group, generation, p.stage, p.call, nullptr, verdict)) return;
+  bool waits = false;
+  const auto hear = [&](int, std::uint64_t word) {
+    waits = waits || (threadIdx.x % kHeadLanes == kRowsWord && word != 0);
+  };
+  if (!await_entry(p.group, generation, p.stage, p.call, nullptr, verdict, hear)) return;
+  const bool any_waits = __syncthreads_or(waits) != 0;
   if (verdict.reason != Reason::none) {
     refuse_call(p.group, generation, verdict, p.stage, nullptr, p.failure);
   } else if (threadIdx.x == 0) {
+    if (any_waits && p.any_waits != nullptr) store_relaxed(p.any_waits, 1);
     end_call(p.group, generation);
   }
 }

@@ -15,6 +15,8 @@ struct BarrierParameters {
   StepStatus status = StepStatus::ok;  ///< no_room: takes part in another call, only to say that
   std::int64_t need_bytes = 0;         ///< then
   Failure* failure = nullptr;
+  bool one_waits = false;              ///< commit: a process waits for a place, as this rank knows
+  std::uint64_t* any_waits = nullptr;  ///< pinned: becomes 1 if some rank says so
 };
 cudaError_t launch_barrier(const BarrierParameters& parameters, cudaStream_t stream);
 
