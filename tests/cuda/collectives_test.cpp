@@ -45,7 +45,7 @@ void rows_by_table(Pair& pair, unsigned seed, std::int64_t columns, Dtype dtype)
   need_same(dtype, pair.get(x, rows.size()), expected, words(pair, "add_rows", c, At::registered));
 }
 
-class CollectivesTest : public ::testing::TestWithParam<Ranks> {
+class CollectivesTest : public ::testing::TestWithParam<RankCount> {
  protected:
   void each(const std::function<void(Pair&)>& body) {
     on_pairs(GetParam().ranks, GetParam().threads, body);
@@ -53,8 +53,9 @@ class CollectivesTest : public ::testing::TestWithParam<Ranks> {
   bool few() const { return !GetParam().threads && GetParam().ranks > 1; }  // they take turns
 };
 INSTANTIATE_TEST_SUITE_P(Ranks, CollectivesTest,
-                         ::testing::Values(Ranks{1, true}, Ranks{2, true}, Ranks{3, true},
-                                           Ranks{4, true}, Ranks{2, false}, Ranks{4, false}),
+                         ::testing::Values(RankCount{1, true}, RankCount{2, true},
+                                           RankCount{3, true}, RankCount{4, true},
+                                           RankCount{2, false}, RankCount{4, false}),
                          [](const auto& one) {
                            return std::to_string(one.param.ranks) +
                                   (one.param.threads ? "Threads" : "Processes");

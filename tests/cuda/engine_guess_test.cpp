@@ -117,7 +117,7 @@ struct Change {
   std::function<bool(int rank)> too_low;  ///< who has guessed too low then
 };
 
-void change_rows(const Ranks& on, const Change& change) {
+void change_rows(const RankCount& on, const Change& change) {
   for (const bool wide : {false, true}) {  // with room; and the arena must grow meanwhile
     Shape shape;
     shape.tokens = 160;

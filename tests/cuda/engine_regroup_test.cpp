@@ -4,6 +4,7 @@
 
 #include "engine_latency.hpp"
 #include "regroup_case.hpp"
+#include "reliability/processes.hpp"
 
 namespace ferry::test {
 namespace {
@@ -17,6 +18,8 @@ class EngineRegroup : public ::testing::TestWithParam<std::pair<DiesAt, DiesAt>>
     if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
   }
 };
+
+class EngineRegroupJoins : public EngineRegroup {};
 
 /// The routes of `loser`, which must have tokens, name an expert of rank `lost`.
 void route_to_lost(RegroupingRank& rank, int loser, int lost) {
@@ -99,6 +102,36 @@ INSTANTIATE_TEST_SUITE_P(Stages, EngineRegroup,
                            return std::string(name_of(at.param.first)) + "_" +
                                   name_of(at.param.second);
                          });
+
+/// A rank is killed, a process takes its place and is killed, and another takes it: graphs of the
+/// others are never captured anew.
+TEST_F(EngineRegroupJoins, ProcessesTakeThePlaceOfARankThatDies) {
+  constexpr int kLost = 1;
+  constexpr std::array kDies = {DiesAt::flight, DiesAt::replay};
+  const auto times = shared_times(kDies.size());
+  const auto memory = shared_block(sizeof(std::atomic<std::size_t>));
+  auto& joined = *new (memory.get()) std::atomic<std::size_t>(0);
+  Ranks ranks(kRegroupRanks,
+              [&](int, std::shared_ptr<Bootstrap> bootstrap, const Reporter& reporter) {
+                RegroupingRank rank(*bootstrap, kRegroupSeed + 3, "joins");
+                std::size_t round = 0;
+                if (bootstrap->joins()) {
+                  round = ++joined;
+                  rank.take_part();
+                }
+                for (; round < kDies.size(); ++round) {
+                  rank.lose(kLost, kDies[round], *times[round]);
+                  rank.replay_after(*times[round]);
+                  rank.take_in(kLost);
+                }
+                rank.group().barrier();
+                reporter.line("done");
+              });
+  for (std::size_t i = 0; i < kDies.size(); ++i) ranks.restart(kLost);
+  for (int rank = 0; rank < kRegroupRanks; ++rank) {
+    EXPECT_EQ(ranks.line(rank, 100), "done") << "rank " << rank;
+  }
+}
 
 class EngineRegroupRefusals : public EngineRegroup {};
 

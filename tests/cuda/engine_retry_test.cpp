@@ -75,7 +75,8 @@ class EngineRetryTest : public EngineTest {
     each(shape, body);
   }
 };
-INSTANTIATE_TEST_SUITE_P(Ranks, EngineRetryTest, ::testing::Values(Ranks{2, false}), ranks_name);
+INSTANTIATE_TEST_SUITE_P(Ranks, EngineRetryTest, ::testing::Values(RankCount{2, false}),
+                         ranks_name);
 
 TEST_P(EngineRetryTest, ALatencyDispatchWithoutMemoryMayBeRepeated) {
   run([](Seat& seat) {

@@ -114,12 +114,12 @@ inline Error need_error(ErrorKind kind, const std::string& otherwise,
   return *error;
 }
 
-struct Ranks {
+struct RankCount {
   int ranks;
   bool threads;
 };
 
-class EngineTest : public ::testing::TestWithParam<Ranks> {
+class EngineTest : public ::testing::TestWithParam<RankCount> {
  protected:
   void each(const Shape& shape, const std::function<void(Seat&)>& body) {
     on_ranks(GetParam().ranks, GetParam().threads, config_for(shape), body);
@@ -142,9 +142,10 @@ class EngineTest : public ::testing::TestWithParam<Ranks> {
 
 /// One pair in one process, which may share a GPU's queues; and processes, with and without a rank
 /// that is neither the first nor the last.
-inline const auto kAllRanks = ::testing::Values(Ranks{2, true}, Ranks{2, false}, Ranks{3, false});
+inline const auto kAllRanks =
+    ::testing::Values(RankCount{2, true}, RankCount{2, false}, RankCount{3, false});
 
-inline std::string ranks_name(const ::testing::TestParamInfo<Ranks>& at) {
+inline std::string ranks_name(const ::testing::TestParamInfo<RankCount>& at) {
   return (at.param.threads ? "threads" : "processes") + std::to_string(at.param.ranks);
 }
 

@@ -26,8 +26,9 @@ TEST_P(EngineTest, MemoryIsWhatTheHintSays) {
 /// The plainest use, for all numbers of ranks.
 class EngineRanksTest : public EngineTest {};
 INSTANTIATE_TEST_SUITE_P(Ranks, EngineRanksTest,
-                         ::testing::Values(Ranks{1, true}, Ranks{2, true}, Ranks{3, true},
-                                           Ranks{1, false}, Ranks{2, false}, Ranks{3, false}),
+                         ::testing::Values(RankCount{1, true}, RankCount{2, true},
+                                           RankCount{3, true}, RankCount{1, false},
+                                           RankCount{2, false}, RankCount{3, false}),
                          ranks_name);
 
 TEST_P(EngineRanksTest, RoundTrips) {

@@ -1,5 +1,5 @@
 // Ranks in processes that exchange through the CUDA engine, plainly and by a graph, while some are
-// killed; the others regroup and go on.
+// killed; the others regroup and go on, and processes take the places of the dead.
 #pragma once
 #include <signal.h>
 #include <sys/mman.h>
@@ -11,6 +11,7 @@
 #include <new>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "engine_graph.hpp"
@@ -82,17 +83,21 @@ class RegroupingRank {
   }
   static constexpr std::int64_t kMostRows = 1700;
 
-  RegroupingRank(Bootstrap& bootstrap, std::uint64_t seed)
+  /// `elastic`: as GroupConfig has it. A process that joins is in the group then, and `take_part`
+  /// follows, as after `take_in` of the others.
+  RegroupingRank(Bootstrap& bootstrap, std::uint64_t seed, const std::string& elastic = "")
       : shape_(shape_of(bootstrap.size())),
         seed_(seed),
         device_(take_gpu(bootstrap)),
-        group_(borrowed(bootstrap), roomy(config_for(shape_))),
+        group_(borrowed(bootstrap), roomy(config_for(shape_), elastic)),
         own_(device_),
-        world_(bootstrap.size(), shape_, seed),
+        world_(bootstrap.joins() ? world_now() : World(bootstrap.size(), shape_, seed)),
         mine_(world_.sent(group_.rank()), shape_, device_, copier_) {
-    step();
+    if (!bootstrap.joins()) step();
     trip_.max_recv_rows = kMostRows;
     graph_.emplace(own_.raw, [this] { exchange_in_graph(); });
+    bytes_ = group_.memory();
+    if (bootstrap.joins()) return;
     bootstrap.all_gather({}, 60s);
     replay();
     group_.barrier();
@@ -127,11 +132,33 @@ class RegroupingRank {
     const ferry::GroupView view = group_.regroup();
     here.regrouped.store(time_now());
     need(!std::binary_search(view.ranks.begin(), view.ranks.end(), victim), "the victim is there");
-    world_ = world_of(view.ranks, group_.size(), shape_, seed_ + view.epoch);
-    mine_.fill(world_.sent(group_.rank()), copier_);
+    send_new_tokens();
     here.ready.store(time_now());
     here.exchanged.store(step_together());
     return view;
+  }
+
+  /// Commits until a process waits for the place of `lost`, and goes on with it.
+  void take_in(int lost) {
+    std::uint64_t step = group_.view().step + 1;
+    try {
+      while (!group_.commit(step)) {
+        ++step;
+        std::this_thread::sleep_for(1ms);
+      }
+    } catch (const Error& error) {  // another rank had its answer before, and regroups
+      need(error.kind() == ErrorKind::peer_failed, error.what());
+    }
+    const ferry::GroupView view = group_.regroup();
+    need(view.joined == std::vector<int>{lost} && view.lost.empty() && view.step == step,
+         "another view than that of a process that has joined");
+    send_new_tokens();
+    take_part();
+  }
+  /// All ranks, plainly and by the graph that each has captured when it came.
+  void take_part() {
+    step_together();
+    for (int i = 0; i < 3; ++i) replay();
   }
 
   /// By the graph that was captured when all ranks were there.
@@ -149,9 +176,18 @@ class RegroupingRank {
 
  private:
   /// Also for what is not handed out as long as a lost rank may write there.
-  static GroupConfig roomy(GroupConfig config) {
+  static GroupConfig roomy(GroupConfig config, const std::string& elastic) {
     config.memory_bytes = std::size_t{64} << 20;
+    config.elastic = elastic;
     return config;
+  }
+  World world_now() const {
+    const ferry::GroupView view = group_.view();
+    return world_of(view.ranks, group_.size(), shape_, seed_ + view.epoch);
+  }
+  void send_new_tokens() {
+    world_ = world_now();
+    mine_.fill(world_.sent(group_.rank()), copier_);
   }
   static constexpr std::array kOrders = {RowOrder::rank_major, RowOrder::expert_major};
   struct Exchanged {

@@ -8,6 +8,8 @@
 #include <thread>
 #include <utility>
 
+#include "conformance/device.hpp"
+
 namespace ferry::test {
 namespace {
 
@@ -26,8 +28,12 @@ std::uint64_t bits(const std::vector<int>& ranks) {
 /// One rank, until it is killed or evicted.
 class Load {
  public:
-  Load(Group& group, ElasticBoard& board, const Reporter& reporter)
-      : group_(group), board_(board), reporter_(reporter), random_(unsigned(group.rank())) {}
+  Load(Group& group, ElasticBoard& board, const Reporter& reporter, Device where)
+      : group_(group),
+        board_(board),
+        reporter_(reporter),
+        where_(where),
+        random_(unsigned(group.rank())) {}
 
   void run() {
     step_ = group_.view().step + 1;
@@ -61,6 +67,7 @@ class Load {
   /// No tensor is alive here: all memory is free, unless a rank that was lost may still run, or
   /// one of another domain ever was.
   void check_free_memory() const {
+    if (where_.kind != DeviceKind::cpu) return;  // the driver takes its time to end a process
     for (int rank = 0; rank < group_.size(); ++rank) {
       const bool lost = !std::binary_search(view_.ranks.begin(), view_.ranks.end(), rank);
       const bool far = group_.domain_of(rank) != group_.domain_of(group_.rank());
@@ -143,20 +150,26 @@ class Load {
   void step() {
     fill();
     die_at(Stage::plan);
-    const Plan plan = group_.plan({routes_.data(), Dtype::i64, {kTokens, kTopk}});
+    const Tensor routes =
+        conformance::to_device({routes_.data(), Dtype::i64, {kTokens, kTopk}}, where_);
+    const Tensor rows =
+        conformance::to_device({rows_.data(), Dtype::f32, {kTokens, kHidden}}, where_);
+    const Plan plan = group_.plan(routes);
     die_at(Stage::dispatch);
-    const Received got = group_.dispatch({rows_.data(), Dtype::f32, {kTokens, kHidden}}, plan);
+    const Received got = group_.dispatch(rows, plan);
     check_rows(got, plan.recv_rows_per_rank());
     die_at(Stage::combine);
-    check_sums(group_.combine(got.x, plan).x);
+    check_sums(conformance::to_cpu(group_.combine(got.x, plan).x));
     die_at(Stage::after);
   }
   void check_rows(const Received& got, const std::vector<std::int64_t>& per_rank) {
+    const Tensor tokens = conformance::to_cpu(got.source_token);
+    const Tensor rows = conformance::to_cpu(got.x);
     std::int64_t row = 0;
     for (int source = 0; source < group_.size(); ++source) {
       for (std::int64_t i = 0; i < per_rank[at(source)]; ++i, ++row) {
-        const float want = value(source, got.source_token.as<std::int32_t>()[row]);
-        const float* have = got.x.as<float>() + row * kHidden;
+        const float want = value(source, tokens.as<std::int32_t>()[row]);
+        const float* have = rows.as<float>() + row * kHidden;
         if (std::any_of(have, have + kHidden, [=](float x) { return x != want; })) {
           fail("a wrong row of rank " + std::to_string(source));
         }
@@ -177,6 +190,7 @@ class Load {
   Group& group_;
   ElasticBoard& board_;
   const Reporter& reporter_;
+  Device where_;
   std::mt19937 random_;
   ElasticBoard::Rank& mine_ = board_.ranks[at(group_.rank())];
   GroupView view_{};
@@ -199,7 +213,7 @@ const char* name_of(Stage stage) {
   return "unknown";
 }
 
-ElasticJob::ElasticJob(int ranks, std::chrono::nanoseconds deadline, int domain_size) {
+ElasticJob::ElasticJob(int ranks, std::chrono::nanoseconds deadline, int domain_size, int gpus) {
   board_ = new (shared_.get()) ElasticBoard;
   GroupConfig config{
       .experts = ranks * kExpertsOfRank, .deadline = deadline, .memory_bytes = 4 << 20};
@@ -208,11 +222,16 @@ ElasticJob::ElasticJob(int ranks, std::chrono::nanoseconds deadline, int domain_
     config.domain_size = domain_size;
     config.network = FabricKind::ofi;
   }
-  ranks_.emplace(
-      ranks, [this, config](int, std::shared_ptr<Bootstrap> bootstrap, const Reporter& reporter) {
-        Group group(std::move(bootstrap), config);
-        Load(group, *board_, reporter).run();
-      });
+  config.backend = gpus > 0 ? Backend::cuda : Backend::host;
+  if (gpus > 0) config.memory_bytes = 32 << 20;  // also for what lost ranks may still write to
+  ranks_.emplace(ranks, [this, config, gpus](int rank, std::shared_ptr<Bootstrap> bootstrap,
+                                             const Reporter& reporter) {
+    Device where;
+    if (gpus > 0) where = {DeviceKind::cuda, rank % gpus};
+    conformance::use_device(where);
+    Group group(std::move(bootstrap), config);
+    Load(group, *board_, reporter, where).run();
+  });
   for (int rank = 0; rank < ranks; ++rank) {
     alive_.push_back(rank);
     if (const std::string line = ranks_->line(rank, 60); line != "going") {

@@ -50,8 +50,9 @@ struct Loss {
 
 class ElasticJob {
  public:
-  /// `domain_size` > 0: so many ranks are a domain each, and libfabric joins them.
-  ElasticJob(int ranks, std::chrono::nanoseconds deadline, int domain_size = 0);
+  /// `domain_size` > 0: so many ranks are a domain each, and libfabric joins them. `gpus` > 0: on
+  /// as many GPUs, which the ranks take in turn.
+  ElasticJob(int ranks, std::chrono::nanoseconds deadline, int domain_size = 0, int gpus = 0);
   ~ElasticJob();
   ElasticJob(const ElasticJob&) = delete;
   ElasticJob& operator=(const ElasticJob&) = delete;

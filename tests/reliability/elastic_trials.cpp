@@ -1,8 +1,8 @@
 // Many losses of ranks in throughput mode: how long until the survivors have their error, and from
 // the last error to the first exchange of the next epoch. Prints JSON.
-// elastic_trials [KILLS_OF_EACH_CELL [RANKS [DEADLINE_MS_OF_STOPS [DOMAIN_SIZE [CELLS [SEED]]]]]]
-// DOMAIN_SIZE: so many ranks are a domain each, and libfabric joins them. CELLS: those alone whose
-// names contain it.
+// elastic_trials [KILLS_OF_EACH_CELL [RANKS [DEADLINE_MS_OF_STOPS [DOMAIN_SIZE [CELLS [SEED
+// [cuda]]]]]]] DOMAIN_SIZE: so many ranks are a domain each, and libfabric joins them. CELLS: those
+// alone whose names contain it. cuda: on the GPUs that are there.
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "conformance/device.hpp"
 #include "elastic_load.hpp"
 
 namespace ferry::test {
@@ -49,11 +50,12 @@ void print(const char* key, const std::vector<double>& values, const char* end) 
 
 class Trials {
  public:
-  Trials(int ranks, int kills, int domain_size, std::string cells, unsigned seed)
+  Trials(int ranks, int kills, int domain_size, std::string cells, unsigned seed, int gpus)
       : ranks_(ranks),
         kills_(kills),
         domain_size_(domain_size),
         cells_(std::move(cells)),
+        gpus_(gpus),
         random_(seed) {}
 
   bool kill(const Cell& cell) {
@@ -64,7 +66,7 @@ class Trials {
     while (kills < kills_) {
       if (!job || int(job->alive().size()) - cell.at_once < std::max(2, ranks_ / 2) ||
           (cell.rank_0 && job->alive().front() != 0)) {
-        job.emplace(ranks_, std::chrono::seconds(30), domain_size_);
+        job.emplace(ranks_, std::chrono::seconds(30), domain_size_, gpus_);
       }
       any_moment();
       const Loss loss = job->lose(victims(*job, cell), cell.stage, SIGKILL);
@@ -83,7 +85,7 @@ class Trials {
   bool join(const char* name, Meanwhile meanwhile) {
     if (!wanted(name)) return true;
     std::vector<double> joined;
-    ElasticJob job(ranks_, std::chrono::seconds(30), domain_size_);
+    ElasticJob job(ranks_, std::chrono::seconds(30), domain_size_, gpus_);
     int kills = 0;
     while (kills < kills_) {
       any_moment();
@@ -94,7 +96,7 @@ class Trials {
       kills += int(seats.size());
       any_moment();
       // Longer than it takes to join, so that it ends at every stage.
-      const std::chrono::microseconds after(random_() % 60'000);
+      const std::chrono::microseconds after(random_() % (gpus_ > 0 ? 2'500'000 : 60'000));
       std::vector<int> missing = seats;
       if (job.wrong().empty() && meanwhile == Meanwhile::joiner_dies) {
         job.lose_joiner(seats.front(), after);
@@ -122,7 +124,7 @@ class Trials {
     const int stops = std::max(1, kills_ / 10);
     int late = 0;  // jobs that were not made within the deadline, as on a busy machine
     for (int i = 0; i < stops; ++i) {
-      ElasticJob job(ranks_, deadline, domain_size_);
+      ElasticJob job(ranks_, deadline, domain_size_, gpus_);
       if (!job.began() && ++late <= stops) {
         --i;
         continue;
@@ -184,6 +186,7 @@ class Trials {
   int domain_size_;
   bool first_ = true;
   std::string cells_;
+  int gpus_;
   std::mt19937 random_;
 };
 
@@ -220,7 +223,10 @@ int main(int argc, char** argv) {
     return argc > i ? std::atoi(argv[i]) : otherwise;
   };
   const int ranks = argument(2, 8), domain_size = argument(4, 0);
+  const bool cuda = argc > 7 && std::string(argv[7]) == "cuda";
+  const int gpus = cuda ? ferry::conformance::gpu_count() : 0;
+  if (cuda && gpus == 0) return std::printf("SKIPPED: NO GPU\n"), 77;
   ferry::test::Trials trials(ranks, argument(1, 200), domain_size, argc > 5 ? argv[5] : "",
-                             unsigned(argument(6, 20261126)));
+                             unsigned(argument(6, 20261126)), gpus);
   return ferry::test::run(trials, ranks, std::chrono::milliseconds(argument(3, 1000)), domain_size);
 }
