@@ -1,13 +1,17 @@
 // Regroup where a process is being ended, but has not ended: as killed ones that used a GPU.
 #include <array>
 #include <atomic>
+#include <latch>
 #include <memory>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "core/layout.hpp"
 #include "engine/membership/regroup.hpp"
 #include "engine/test_groups.hpp"
 #include "fabric/local/local.hpp"
+#include "fabric/shm/shm.hpp"
 
 namespace ferry::engine::test {
 namespace {
@@ -114,6 +118,69 @@ TEST(Ending, WithoutAMajorityRanksWaitUntilItHasEnded) {
     EXPECT_FALSE(regroup.lost_may_write());
   });
   kernel.join();
+}
+
+/// As a process that begins a group of three alone (`ticket` 0), or joins it, has it at first.
+struct Lone {
+  static constexpr int kRanks = 3;
+  GroupConfig config{};
+  ControlLayout layout = make_control_layout(kRanks, sizeof(StepMessage));
+  std::shared_ptr<Memory> memory{};
+  std::optional<Channel> channel{};
+  std::optional<Regroup> regroup{};
+
+  Lone(std::unique_ptr<fabric::Fabric> wire, const std::string& name, std::uint64_t ticket)
+      : memory(std::make_shared<Memory>(std::move(wire))) {
+    config.deadline = 20s;
+    fabric::Fabric& shm = *memory->fabric;
+    shm.lobby()->open({name, "", ticket, {}, true});
+    const fabric::Segment control = shm.register_memory(layout.bytes);
+    (void)shm.register_memory(4096);
+    for (int peer = 0; peer < kRanks; ++peer) {
+      if (peer != shm.rank()) shm.lobby()->vacate(peer);
+    }
+    channel.emplace(memory, config, control, layout);
+    regroup.emplace(memory, nullptr, *channel, config, layout, std::nullopt, ticket);
+    regroup->suspect_ending();
+  }
+  /// With all that ask, until there are so many.
+  void regroup_to(std::size_t ranks) {
+    const auto end = Clock::now() + 20s;
+    while (channel->ranks().size() < ranks && Clock::now() < end) (void)regroup->run(0);
+    EXPECT_EQ(channel->ranks().size(), ranks);
+  }
+};
+
+/// One begins, and takes in a second; both take in a third. Whose place is free counts as ended, so
+/// as one that ends, too.
+TEST(Ending, WhoWaitsForAFreePlaceIsTakenIn) {
+  const std::string name = "ending " + std::to_string(process_id());
+  std::latch begun(2), two(3), all(3);
+  on_ranks(Lone::kRanks, [&](int r) {
+    std::optional<Lone> own;
+    const auto join = [&] {
+      own.emplace(fabric::join_shm_fabric(r, Lone::kRanks, name, {}, 20s, {}).fabric, name,
+                  fabric::kTicketBit | static_cast<std::uint64_t>(r));
+      (void)own->regroup->join();
+    };
+    if (r == 0) {
+      own.emplace(fabric::begin_shm_fabric(0, Lone::kRanks, name), name, 0);
+      (void)own->regroup->begin_alone();
+      begun.arrive_and_wait();
+      own->regroup_to(2);
+    } else if (r == 1) {
+      begun.arrive_and_wait();
+      join();
+    }
+    two.arrive_and_wait();
+    if (r == 2) {
+      join();
+    } else {
+      own->regroup_to(3);
+    }
+    EXPECT_EQ(own->channel->ranks(), (std::vector<int>{0, 1, 2}));
+    all.arrive_and_wait();
+  });
 }
 
 }  // namespace

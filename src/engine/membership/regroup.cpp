@@ -165,7 +165,9 @@ void Regroup::poll_near(int peer, bool processes) {
   const bool ended = channel_.left(peer) ||
                      (processes && memory_->fabric->peer_state(peer) == fabric::PeerState::dead);
   hear(peer);
-  if (suspects_ending_ && processes && memory_->fabric->peer_ends(peer)) member_->suspect(peer);
+  // Not of a hole: who waits for it would be forgotten.
+  const bool may_end = suspects_ending_ && processes && member_->view().live.has(peer);
+  if (may_end && memory_->fabric->peer_ends(peer)) member_->suspect(peer);
   if (!ended) return;
   if (carrier_ && !ended_.has(peer)) {
     ended_.add(peer);
