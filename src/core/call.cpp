@@ -78,6 +78,10 @@ class FirstDifference {
 };
 
 constexpr auto kNumber = [](auto value) { return std::to_string(value); };
+constexpr auto kPlan = [](std::uint64_t number) {
+  const std::string order = std::to_string(number & ~kInGraph);
+  return (number & kInGraph) == 0 ? order : order + " of a graph";
+};
 constexpr auto kGiven = [](auto value) { return value != 0 ? "given" : "not given"; };
 constexpr auto kTruth = [](auto value) { return value != 0 ? "true" : "false"; };
 constexpr auto kOrder = [](auto value) { return value == 0 ? "rank_major" : "expert_major"; };
@@ -90,7 +94,7 @@ void compare(FirstDifference& first, const ExchangeTerms& theirs, const Exchange
       .of("the number of scales a token", theirs.scale_columns, mine.scale_columns, kNumber)
       .of("order", theirs.order, mine.order, kOrder)
       .of("topk_weights", theirs.has_weights, mine.has_weights, kGiven)
-      .of("the plan (by the order of making)", theirs.plan_number, mine.plan_number, kNumber)
+      .of("the plan (by the order of making)", theirs.plan_number, mine.plan_number, kPlan)
       .of("crossing", theirs.crossing, mine.crossing, kName<Crossing>)
       .of("first dispatch of the plan", theirs.carries_routes, mine.carries_routes, kTruth)
       .of("the KiB of a chunk", theirs.chunk_kib, mine.chunk_kib, kNumber);

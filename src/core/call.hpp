@@ -51,6 +51,10 @@ CallWord unpack_call(std::uint64_t word);
 /// "latency dispatch of exchange 2", "no call of this group".
 std::string to_string(const CallWord& word);
 
+/// Of a plan's number: a graph says it as often as it is replayed, also in later epochs, and beside
+/// processes that have captured theirs later.
+inline constexpr std::uint64_t kInGraph = std::uint64_t{1} << 63;
+
 /// What a call says beside its kind, dtype and elements: of dispatch and combine. These are trivial
 /// types, members of a union.
 struct ExchangeTerms {
@@ -60,8 +64,10 @@ struct ExchangeTerms {
   std::uint16_t crossing;        ///< a Crossing, never automatic; 0 in calls that do not cross
   std::uint32_t carries_routes;  ///< whether it is the first dispatch of its plan
   std::uint16_t has_weights;
-  std::uint16_t chunk_kib;    ///< of what crosses between domains, where a tuner chose it; 0: not
-  std::uint64_t plan_number;  ///< which plan of the group, by the order of making
+  std::uint16_t chunk_kib;  ///< of what crosses between domains, where a tuner chose it; 0: not
+  /// Which plan, by the order of making: in the epoch; behind kInGraph: in the graph that it was
+  /// captured into.
+  std::uint64_t plan_number;
 };
 
 /// Of a plan.

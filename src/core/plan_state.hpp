@@ -72,7 +72,7 @@ class RowLayouts {
 
 struct PlanState {
   std::weak_ptr<Engine> engine{};
-  std::uint64_t number = 0;  ///< by the order of making in the group, from 1; set with `exchange`
+  std::uint64_t number = 0;  ///< as ExchangeTerms has it, from 1; set with `exchange`
   std::int64_t tokens = 0;
   std::int64_t most_tokens = 0;  ///< of any rank; set with `exchange`, host engine
   int topk = 0;

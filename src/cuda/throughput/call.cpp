@@ -143,20 +143,29 @@ void Launch::grant(std::initializer_list<Held> pieces) {
   }
 }
 
-bool Launch::follows_in_graph(std::uint64_t number) const {
+bool Launch::follows_in_graph(const std::shared_ptr<CallRecord>& before) const {
   return capture_.active && engine_.captured_last_ && engine_.capture_id_ == capture_.id &&
-         engine_.calls_ == number;
+         !engine_.captured_.empty() && engine_.captured_.back().lock() == before;
+}
+
+/// A captured call runs when its graph does, of which the CPU knows nothing; and a process that
+/// joins captures its own when the calls of the others have other numbers.
+std::uint64_t Launch::next_number() {
+  if (!capture_.active) return ++engine_.calls_;
+  if (engine_.counted_capture_ != capture_.id) engine_.captured_calls_ = 0;
+  engine_.counted_capture_ = capture_.id;
+  return kInGraph | ++engine_.captured_calls_;
 }
 
 std::uint64_t Launch::enter(const CallSignature& signature) {
   record_->signature = signature;
   entered_ = true;
-  const std::uint64_t number = number_ = ++engine_.calls_;
-  // A captured call runs when its graph does; only the GPU counts those.
-  if (!capture_.active) engine_.channel_.count(number);
+  number_ = next_number();
+  if (capture_.active) return number_;
+  engine_.channel_.count(number_);
   // As long as no graph runs calls, each call has one generation.
-  if (!capture_.active && !engine_.has_graphs_) record_->generation = number;
-  return number;
+  if (!engine_.has_graphs_) record_->generation = number_;
+  return number_;
 }
 
 void Launch::enter_apart(const CallSignature& signature) {

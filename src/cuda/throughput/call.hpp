@@ -155,9 +155,8 @@ class Launch {
   void keep(std::shared_ptr<void> used) { kept_.push_back(std::move(used)); }
   /// Peers may write there until the call has ended.
   void grant(std::initializer_list<Held> pieces);
-  /// Whether the call before this one has that number and is captured into the same graph. Before
-  /// `enter`.
-  bool follows_in_graph(std::uint64_t number) const;
+  /// Whether that is the call before this one, captured into the same graph. Before `enter`.
+  bool follows_in_graph(const std::shared_ptr<CallRecord>& before) const;
   /// The kernels tell the CPU of the end of the call by this word, which `keep` has, last of all.
   /// So an event can wait until somebody needs it.
   void tells_end(const std::uint64_t* word) { told_ = word; }
@@ -167,8 +166,8 @@ class Launch {
   void begin_timing();
   /// Until here, or else until it is finished.
   void end_timing();
-  /// Just before the first kernel that waits for peers: the number of this call in the group, the
-  /// same on all ranks. From here on the call takes place.
+  /// Just before the first kernel that waits for peers: the number of this call, the same on all
+  /// ranks: in the epoch, or behind kInGraph in its graph. From here on the call takes place.
   std::uint64_t enter(const CallSignature& signature);
   /// 0: not entered.
   std::uint64_t number() const { return number_; }
@@ -184,6 +183,7 @@ class Launch {
  private:
   bool is_beside() const { return record_->transfer_with >= 0; }
   void order_after_last();
+  std::uint64_t next_number();
   void end_turn();
   void give_up_end();
   void watch_end();

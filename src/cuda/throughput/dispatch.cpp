@@ -100,7 +100,7 @@ void push_tokens(const DispatchCall& call, const DispatchBuffers& buffers, std::
   parameters.followed = buffers.fan_out.beside;
   // A graph's memory is its own, so nobody has used it since the plan. Of a call that makes its
   // plan nothing lies between the two kernels, and memory was taken before both.
-  const bool unused = behind_plan || call.launch.follows_in_graph(plan.number);
+  const bool unused = behind_plan || call.launch.follows_in_graph(plan.made);
   parameters.early = unused && parameters.out_capacity == 0;
   parameters.glued = behind_plan && parameters.early;
   parameters.fixed = call.launch.capture().active;

@@ -231,8 +231,10 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   GpuEvent captured_last_{};  // of the last one that was
   unsigned long long captured_stream_ = 0;
   unsigned long long capture_id_ = 0;
-  bool has_graphs_ = false;  // or had
-  std::uint64_t calls_ = 0;
+  unsigned long long counted_capture_ = 0;
+  std::uint64_t captured_calls_ = 0;  // into that one
+  bool has_graphs_ = false;           // or had
+  std::uint64_t calls_ = 0;           // without those that were captured
   engine::LateTuner tuner_;
   CallClock clock_;
   std::optional<engine::TimeSwap> times_{};  // where calls are timed
