@@ -333,6 +333,10 @@ TEST(Check, DifferencesSpeakOfTheKindOfTheCall) {
   theirs.exchange = {};
   theirs.exchange.plan_number = 2;
   EXPECT_EQ(said(CallKind::combine), "the plan (by the order of making) is 2 on rank 1 but 0 here");
+  mine.exchange.plan_number = kInGraph | 5;
+  EXPECT_EQ(said(CallKind::combine),
+            "the plan (by the order of making) is 2 on rank 1 but 5 of a graph here");
+  mine.exchange.plan_number = 0;
   EXPECT_EQ(said(CallKind::all_reduce), "shares (as a hash) is 2 on rank 1 but 0 here");
 }
 
