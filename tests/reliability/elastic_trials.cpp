@@ -1,9 +1,11 @@
 // Many losses of ranks in throughput mode: how long until the survivors have their error, and from
 // the last error to the first exchange of the next epoch. Prints JSON.
 // elastic_trials [KILLS_OF_EACH_CELL [RANKS [DEADLINE_MS_OF_STOPS [DOMAIN_SIZE [CELLS [SEED
-// [cuda]]]]]]] DOMAIN_SIZE: so many ranks are a domain each, and libfabric joins them. CELLS: those
-// alone whose names contain it. cuda: on the GPUs that are there.
+// [cuda|host [SECONDS]]]]]]]] DOMAIN_SIZE: so many ranks are a domain each, and libfabric joins
+// them. CELLS: those alone whose names contain it; =CELL: the one of that name. cuda: on the GPUs
+// that are there. SECONDS: a cell that takes longer ends with fewer kills.
 #include <algorithm>
+#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -50,9 +52,11 @@ void print(const char* key, const std::vector<double>& values, const char* end) 
 
 class Trials {
  public:
-  Trials(int ranks, int kills, int domain_size, std::string cells, unsigned seed, int gpus)
+  Trials(int ranks, int kills, std::chrono::seconds most, int domain_size, std::string cells,
+         unsigned seed, int gpus)
       : ranks_(ranks),
         kills_(kills),
+        most_(most),
         domain_size_(domain_size),
         cells_(std::move(cells)),
         gpus_(gpus),
@@ -63,7 +67,8 @@ class Trials {
     std::vector<double> detected, regrouped;
     std::optional<ElasticJob> job;
     int kills = 0;
-    while (kills < kills_) {
+    const auto start = Clock::now();
+    while (goes_on(kills, start)) {
       if (!job || int(job->alive().size()) - cell.at_once < std::max(2, ranks_ / 2) ||
           (cell.rank_0 && job->alive().front() != 0)) {
         job.emplace(ranks_, std::chrono::seconds(30), domain_size_, gpus_);
@@ -87,7 +92,8 @@ class Trials {
     std::vector<double> joined;
     ElasticJob job(ranks_, std::chrono::seconds(30), domain_size_, gpus_);
     int kills = 0;
-    while (kills < kills_) {
+    const auto start = Clock::now();
+    while (goes_on(kills, start)) {
       any_moment();
       const int lost = meanwhile == Meanwhile::two_at_once ? 2 : 1;
       const std::vector<int> seats =
@@ -142,6 +148,10 @@ class Trials {
   }
 
  private:
+  using Clock = std::chrono::steady_clock;
+  bool goes_on(int kills, Clock::time_point start) const {
+    return kills < kills_ && Clock::now() - start < most_;
+  }
   void any_moment() {
     std::this_thread::sleep_for(std::chrono::microseconds(2000 + random_() % 20'000));
   }
@@ -178,11 +188,13 @@ class Trials {
     first_ = false;
   }
   bool wanted(const char* name) const {
-    return std::string(name).find(cells_) != std::string::npos;
+    return cells_.starts_with('=') ? name == cells_.substr(1)
+                                   : std::string(name).find(cells_) != std::string::npos;
   }
 
   int ranks_;
   int kills_;
+  std::chrono::seconds most_;  // of a cell
   int domain_size_;
   bool first_ = true;
   std::string cells_;
@@ -226,7 +238,8 @@ int main(int argc, char** argv) {
   const bool cuda = argc > 7 && std::string(argv[7]) == "cuda";
   const int gpus = cuda ? ferry::conformance::gpu_count() : 0;
   if (cuda && gpus == 0) return std::printf("SKIPPED: NO GPU\n"), 77;
-  ferry::test::Trials trials(ranks, argument(1, 200), domain_size, argc > 5 ? argv[5] : "",
-                             unsigned(argument(6, 20261126)), gpus);
+  ferry::test::Trials trials(ranks, argument(1, 200), std::chrono::seconds(argument(8, 86400)),
+                             domain_size, argc > 5 ? argv[5] : "", unsigned(argument(6, 20261126)),
+                             gpus);
   return ferry::test::run(trials, ranks, std::chrono::milliseconds(argument(3, 1000)), domain_size);
 }
