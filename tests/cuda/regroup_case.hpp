@@ -200,7 +200,9 @@ class RegroupingRank {
     Exchanged now{.trip = {.order = order, .alignment = order == RowOrder::expert_major ? 8 : 1}};
     now.trip.stream = &own_.stream;
     at(DiesAt::plan);
-    const Plan plan = group_.plan(mine_.routes_view());
+    // On a stream the dispatch learns that the plan has failed.
+    const bool waits = order == RowOrder::expert_major;
+    const Plan plan = group_.plan(mine_.routes_view(), {.stream = waits ? nullptr : &own_.stream});
     at(DiesAt::dispatch);
     now.got = group_.dispatch(mine_.x_view(), plan, dispatch_options(mine_, now.trip));
     at(DiesAt::flight);

@@ -75,7 +75,9 @@ void CountsEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait)
       },
       deadline, on_wait);
   if (plan->counts_known()) return;
-  // Until then it does not say whether it had ended before the group failed.
+  // Until then it does not say whether it had ended before the group failed. A kernel that was
+  // stopped tells nothing, so there must be an event.
+  (void)plan->made->end(*plan->events);
   poll([&] { return plan->made->has_ended(); }, deadline, on_wait);
   if (const auto engine = engine_.lock()) {
     check_ended(*engine, *plan->made);
