@@ -1,5 +1,6 @@
 // Combine over several domains, hierarchical: sums of a domain cross as one row, in chunks, from
-// the rank on the owner's rail; the owner adds the domains in ascending order.
+// the rank on the owner's rail; the owner adds the domains in ascending order, each token as soon
+// as its sums are here, while others are on their way.
 #include <algorithm>
 #include <array>
 
@@ -12,153 +13,229 @@ namespace {
 
 class DomainCombine {
  public:
-  DomainCombine(const CombineCall& call, const CombineMemory& memory, const Combined& result)
-      : call_(call), memory_(memory), result_(result) {}
+  DomainCombine(const CombineCall& call, const CombineMemory& memory, const Combined& result);
 
-  void push_sums();
-  void wait_for_sums();
-  void sum_domains();
+  void exchange_sums();
 
  private:
-  void push_chunk(std::size_t feeder, std::int64_t first, std::int64_t end);
-  template <class FirstRow>
-  void find_rows(FirstRow&& first_row);
-  void sum_destinations(std::span<const Destination> destinations, void* out) const;
-  void add_weights(std::span<const Destination> destinations, float* to) const;
-  void add_inside(std::span<const Destination> destinations, float* to) const;
-  /// Of one token at its owner, and what is kept from token to token.
-  struct TokenSums {
-    std::vector<Destination> destinations{};  // in the own domain
-    std::vector<const void*> rows{};          // a sum for each domain, ascending
-    std::vector<bool> there{};                // [D]
-    std::vector<std::int64_t> next{};         // [D]: row of the staging buffer that comes next
-    std::vector<std::byte> inside{};          // the own domain's sum
+  /// By index inside the domain: where the rows of one source begin.
+  struct Bases {
+    std::vector<const std::byte*> rows{};
+    std::vector<const std::byte*> weights{};
   };
-  void find_sums(std::int64_t token, TokenSums& sums);
+  template <class FirstRow>
+  Bases find_rows(FirstRow&& first_row) const;
+  std::int64_t rows_of_chunk() const {
+    return chunk_rows(call_.rows.row_bytes(), call_.chunk_bytes);
+  }
+  bool push_sums(std::int64_t first);
+  void push_chunk(std::size_t feeder, std::int64_t first, std::int64_t end);
+  void take_sums();
+  void await_sums();
+  void sum_complete();
+  bool is_complete(std::int64_t token) const;
+  void sum_token();
+  void sum_destinations(const Bases& from, std::span<const Destination> destinations,
+                        void* out) const;
+  void add_weights(const Bases& from, std::span<const Destination> destinations, float* to) const;
+  void add_inside(std::span<const Destination> destinations, float* to) const;
+  void find_sums();
+  std::span<const Destination> destinations_of(std::int64_t token) const {
+    return std::span(plan_.destinations)
+        .subspan(index(plan_.destination_offset[index(token)]),
+                 index(plan_.destination_offset[index(token + 1)] -
+                       plan_.destination_offset[index(token)]));
+  }
 
   const CombineCall& call_;
   const ExchangePlan& plan_ = call_.exchange();
+  const CrossingPlan& crossing_ = call_.plan->crossing;
+  const Domains& domains_ = call_.engine.topology();
+  const int domain_ = domains_.of(call_.engine.rank());
   Channel& channel_ = call_.channel();
   const CombineMemory& memory_;
   const Combined& result_;
-  std::vector<const std::byte*> row_base_{};  // for each rank of the domain: its first row
-  std::vector<const std::byte*> weight_base_{};
+  std::vector<Bases> feeder_rows_{};
+  Bases own_rows_{};
+  std::vector<std::byte> sums_{};  // of a chunk that leaves
+  std::vector<float> weights_{};
+  std::int64_t summed_ = 0;  // tokens
+  // [D]: row of the staging buffer that comes next, and the first that is not here yet.
+  std::vector<std::int64_t> next_{}, here_{};
+  // Of the token that comes next: its ranks in the own domain, that domain's sum, and a sum for
+  // each domain, ascending.
+  std::vector<Destination> inside_{};
+  std::vector<std::byte> inside_sum_{};
+  std::vector<const void*> token_sums_{};
+  std::vector<bool> there_{};  // [D]: it has a sum there
 };
 
-void DomainCombine::push_sums() {
-  for (std::size_t feeder = 0; feeder < call_.plan->crossing.feeders.size(); ++feeder) {
-    const int owner = call_.plan->crossing.feeders[feeder];
-    const auto rows_at = call_.plan->crossing.first_rows(feeder);
-    find_rows([&](int member) { return rows_at[index(call_.engine.topology().index(member))]; });
-    const std::int64_t rows = call_.plan->forwards[feeder].rows();
-    const std::int64_t chunk = chunk_rows(call_.rows.row_bytes(), call_.chunk_bytes);
-    for (std::int64_t first = 0; first < rows; first += chunk) {
-      push_chunk(feeder, first, std::min(rows, first + chunk));
-    }
-    channel_.deliver(owner, index(rows) * (call_.rows.row_bytes() + call_.weight_bytes()));
+DomainCombine::DomainCombine(const CombineCall& call, const CombineMemory& memory,
+                             const Combined& result)
+    : call_(call), memory_(memory), result_(result) {
+  for (std::size_t feeder = 0; feeder < crossing_.feeders.size(); ++feeder) {
+    const auto first = crossing_.first_rows(feeder);
+    feeder_rows_.push_back(
+        find_rows([&](int member) { return first[index(domains_.index(member))]; }));
+  }
+  own_rows_ = find_rows([this](int member) { return plan_.peer_row[index(member)]; });
+  sums_.resize(index(rows_of_chunk()) * call_.rows.row_bytes());
+  weights_.resize(index(rows_of_chunk()) * call_.weight_bytes() / sizeof(float));
+  next_.assign(crossing_.offset.begin(), crossing_.offset.end() - 1);
+  here_ = next_;
+  inside_sum_.resize(call_.rows.row_bytes());
+}
+
+template <class FirstRow>
+DomainCombine::Bases DomainCombine::find_rows(FirstRow&& first_row) const {
+  Bases bases;
+  for (const int member : domains_.members(domain_)) {
+    const StepMessage theirs = channel_.head(member);
+    const std::size_t first = index(first_row(member));
+    const std::byte* rows = member == call_.engine.rank()
+                                ? memory_.rows
+                                : channel_.pointer(member, {theirs.segment, theirs.offset});
+    bases.rows.push_back(rows + first * call_.rows.row_bytes());
+    bases.weights.push_back(channel_.pointer(member, {theirs.side_segment, theirs.side_offset}) +
+                            first * call_.weight_bytes());
+  }
+  return bases;
+}
+
+void DomainCombine::exchange_sums() {
+  for (std::int64_t first = 0; push_sums(first); first += rows_of_chunk()) {
+    take_sums();
+    sum_complete();
+  }
+  for (sum_complete(); summed_ < call_.plan->tokens; sum_complete()) {
+    await_sums();
+    take_sums();
   }
 }
 
-/// Where one source's rows lie in this domain, that begin at first_row(member).
-template <class FirstRow>
-void DomainCombine::find_rows(FirstRow&& first_row) {
-  row_base_.assign(index(call_.engine.size()), nullptr);
-  weight_base_.assign(index(call_.engine.size()), nullptr);
-  const Domains& domains = call_.engine.topology();
-  for (const int member : domains.members(domains.of(call_.engine.rank()))) {
-    const StepMessage theirs = channel_.head(member);
-    const std::size_t first = index(first_row(member));
-    row_base_[index(member)] =
-        channel_.pointer(member, {theirs.segment, theirs.offset}) + first * call_.rows.row_bytes();
-    weight_base_[index(member)] =
-        channel_.pointer(member, {theirs.side_segment, theirs.side_offset}) +
-        first * call_.weight_bytes();
+/// One chunk for each feeder, from its row `first`; false: there was none left.
+bool DomainCombine::push_sums(std::int64_t first) {
+  const std::vector<int>& feeders = crossing_.feeders;
+  const auto start = static_cast<std::size_t>(
+      std::upper_bound(feeders.begin(), feeders.end(), call_.engine.rank()) - feeders.begin());
+  bool any = false;
+  for (std::size_t i = 0; i < feeders.size(); ++i) {  // each starts elsewhere
+    const std::size_t feeder = (start + i) % feeders.size();
+    const std::int64_t rows = call_.plan->forwards[feeder].rows();
+    if (first >= rows) continue;
+    push_chunk(feeder, first, std::min(rows, first + rows_of_chunk()));
+    any = true;
   }
+  return any;
 }
 
 void DomainCombine::push_chunk(std::size_t feeder, std::int64_t first, std::int64_t end) {
   const Forward& forward = call_.plan->forwards[feeder];
-  const int owner = call_.plan->crossing.feeders[feeder];
+  const int owner = crossing_.feeders[feeder];
   const std::size_t row_bytes = call_.rows.row_bytes();
-  std::vector<std::byte> sums(index(end - first) * row_bytes);
-  std::vector<float> weights(index(end - first) * call_.weight_bytes() / sizeof(float));
+  std::fill(weights_.begin(), weights_.end(), 0.0f);
   for (std::int64_t row = first; row < end; ++row) {
     const std::span<const Destination> destinations(
         forward.destinations.data() + forward.destination_offset[index(row)],
         index(forward.destination_offset[index(row + 1)] - forward.destination_offset[index(row)]));
-    sum_destinations(destinations, sums.data() + index(row - first) * row_bytes);
-    if (call_.has_weights())
-      add_weights(destinations, weights.data() + index(row - first) * index(call_.plan->topk));
+    sum_destinations(feeder_rows_[feeder], destinations,
+                     sums_.data() + index(row - first) * row_bytes);
+    if (call_.has_weights()) {
+      add_weights(feeder_rows_[feeder], destinations,
+                  weights_.data() + index(row - first) * index(call_.plan->topk));
+    }
   }
   const StepMessage theirs = channel_.head(owner);
-  const std::uint64_t tag = channel_.delivery_tag();
-  const std::size_t at = index(call_.plan->crossing.feeder_sum_row[feeder] + first);
-  channel_.reach().write(owner, {theirs.staging_segment, theirs.staging_offset + at * row_bytes},
-                         sums.data(), sums.size(), tag);
-  if (!call_.has_weights()) return;
-  channel_.reach().write(
-      owner, {theirs.staging_side_segment, theirs.staging_side_offset + at * call_.weight_bytes()},
-      weights.data(), weights.size() * sizeof(float), tag);
+  const std::size_t at = index(crossing_.feeder_sum_row[feeder] + first);
+  const auto write = [&](std::uint32_t segment, std::uint64_t offset, const void* data,
+                         std::size_t width) {
+    channel_.reach().write(owner, {segment, offset + at * width}, data, index(end - first) * width,
+                           channel_.chunk_tag(owner));
+  };
+  write(theirs.staging_segment, theirs.staging_offset, sums_.data(), row_bytes);
+  if (call_.has_weights()) {
+    write(theirs.staging_side_segment, theirs.staging_side_offset, weights_.data(),
+          call_.weight_bytes());
+  }
+  channel_.send_chunk(owner, index(end - first) * (row_bytes + call_.weight_bytes()));
 }
 
-/// fp32 in ascending rank order, rounded once.
-void DomainCombine::sum_destinations(std::span<const Destination> destinations, void* out) const {
-  std::array<const void*, kMaxTopk> rows{};
+/// Polls what has come.
+void DomainCombine::take_sums() {
+  for (int domain = 0; domain < domains_.count(); ++domain) {
+    if (domain == domain_) continue;
+    const int rail = domains_.rail(call_.engine.rank(), domain);
+    std::int64_t& here = here_[index(domain)];
+    while (here < crossing_.offset[index(domain + 1)] && channel_.take_chunk(rail)) {
+      here += rows_of_chunk();
+    }
+  }
+}
+
+/// Waits for the first sum that the next token lacks.
+void DomainCombine::await_sums() {
+  for (const Destination& destination : destinations_of(summed_)) {
+    const int domain = domains_.of(destination.rank);
+    if (domain == domain_ || next_[index(domain)] < here_[index(domain)]) continue;
+    channel_.await_chunk("combine: rows", domains_.rail(call_.engine.rank(), domain));
+    here_[index(domain)] += rows_of_chunk();
+    return;
+  }
+}
+
+/// Sums the tokens that lack nothing, up to the first that does: sums come in ascending order.
+void DomainCombine::sum_complete() {
+  for (; summed_ < call_.plan->tokens && is_complete(summed_); ++summed_) sum_token();
+}
+
+bool DomainCombine::is_complete(std::int64_t token) const {
+  const auto destinations = destinations_of(token);
+  return std::all_of(destinations.begin(), destinations.end(), [&](const Destination& destination) {
+    const int domain = domains_.of(destination.rank);
+    return domain == domain_ || next_[index(domain)] < here_[index(domain)];
+  });
+}
+
+void DomainCombine::sum_token() {
+  find_sums();
+  const std::size_t row_bytes = call_.rows.row_bytes();
+  const auto at = [&](const std::optional<ConstTensorView>& bias) {
+    return bias ? static_cast<const std::byte*>(bias->data) + index(summed_) * row_bytes : nullptr;
+  };
   SumRows sum;
-  sum.rows = rows.data();
   sum.columns = call_.rows.columns();
   sum.dtype = call_.rows.dtype;
-  for (const Destination& destination : destinations) {
-    rows[index(sum.count++)] =
-        row_base_[index(destination.rank)] + index(destination.row) * call_.rows.row_bytes();
-  }
-  sum.out = out;
+  sum.rows = token_sums_.data();
+  sum.count = static_cast<std::int64_t>(token_sums_.size());
+  sum.bias0 = at(call_.options.bias0);
+  sum.bias1 = at(call_.options.bias1);
+  sum.out = static_cast<std::byte*>(result_.x.data()) + index(summed_) * row_bytes;
   kernels().sum_rows(sum);
 }
 
-void DomainCombine::add_weights(std::span<const Destination> destinations, float* to) const {
-  for (const Destination& destination : destinations) {
-    const auto* weights = reinterpret_cast<const float*>(
-        weight_base_[index(destination.rank)] + index(destination.row) * call_.weight_bytes());
-    for (std::size_t k = 0; k < index(call_.plan->topk); ++k) to[k] += weights[k];
-  }
-}
-
-void DomainCombine::wait_for_sums() {
-  const Domains& domains = call_.engine.topology();
-  for (int domain = 0; domain < domains.count(); ++domain) {
-    if (domain == domains.of(call_.engine.rank())) continue;
-    channel_.await_delivered("combine: rows", domains.rail(call_.engine.rank(), domain));
-  }
-}
-
-/// Where the sums of one token's domains are, in ascending order: the own domain's is made in
-/// `inside`, `next` counts those that came. Weights are added on the way.
-void DomainCombine::find_sums(std::int64_t token, TokenSums& sums) {
-  const Domains& domains = call_.engine.topology();
-  std::fill(sums.there.begin(), sums.there.end(), false);
-  sums.destinations.clear();
-  sums.rows.clear();
-  for (std::int64_t l = plan_.destination_offset[index(token)];
-       l < plan_.destination_offset[index(token + 1)]; ++l) {
-    const Destination destination = plan_.destinations[index(l)];
-    sums.there[index(domains.of(destination.rank))] = true;
-    if (domains.together(destination.rank, call_.engine.rank()))
-      sums.destinations.push_back(destination);
-  }
+/// Where the sums of the next token's domains are, in ascending order: the own domain's is made,
+/// `next_` counts those that came. Weights are added on the way.
+void DomainCombine::find_sums() {
+  token_sums_.clear();
+  inside_.clear();
   float* weights =
-      call_.has_weights() ? result_.topk_weights.as<float>() + token * call_.plan->topk : nullptr;
+      call_.has_weights() ? result_.topk_weights.as<float>() + summed_ * call_.plan->topk : nullptr;
   if (weights != nullptr) std::fill_n(weights, call_.plan->topk, 0.0f);
-  for (int domain = 0; domain < domains.count(); ++domain) {
-    if (!sums.there[index(domain)]) continue;
-    if (domain == domains.of(call_.engine.rank())) {
-      sum_destinations(sums.destinations, sums.inside.data());
-      sums.rows.push_back(sums.inside.data());
-      if (weights != nullptr) add_inside(sums.destinations, weights);
+  there_.assign(index(domains_.count()), false);
+  for (const Destination& destination : destinations_of(summed_)) {
+    there_[index(domains_.of(destination.rank))] = true;
+    if (domains_.of(destination.rank) == domain_) inside_.push_back(destination);
+  }
+  for (int domain = 0; domain < domains_.count(); ++domain) {
+    if (!there_[index(domain)]) continue;
+    if (domain == domain_) {
+      sum_destinations(own_rows_, inside_, inside_sum_.data());
+      token_sums_.push_back(inside_sum_.data());
+      if (weights != nullptr) add_inside(inside_, weights);
       continue;
     }
-    const std::size_t row = index(sums.next[index(domain)]++);
-    sums.rows.push_back(memory_.stage + row * call_.rows.row_bytes());
+    const std::size_t row = index(next_[index(domain)]++);
+    token_sums_.push_back(memory_.stage + row * call_.rows.row_bytes());
     if (weights == nullptr) continue;
     const auto* theirs =
         reinterpret_cast<const float*>(memory_.staging_weights + row * call_.weight_bytes());
@@ -166,44 +243,43 @@ void DomainCombine::find_sums(std::int64_t token, TokenSums& sums) {
   }
 }
 
-void DomainCombine::sum_domains() {
-  const std::size_t row_bytes = call_.rows.row_bytes();
-  find_rows([this](int member) { return plan_.peer_row[index(member)]; });
-  TokenSums sums;
-  sums.next.assign(call_.plan->crossing.offset.begin(), call_.plan->crossing.offset.end() - 1);
-  sums.inside.resize(row_bytes);
-  sums.there.resize(index(call_.engine.topology().count()));
+/// fp32 in ascending rank order, rounded once.
+void DomainCombine::sum_destinations(const Bases& from, std::span<const Destination> destinations,
+                                     void* out) const {
+  std::array<const void*, kMaxTopk> rows{};
   SumRows sum;
+  sum.rows = rows.data();
   sum.columns = call_.rows.columns();
   sum.dtype = call_.rows.dtype;
-  const auto at = [&](const std::optional<ConstTensorView>& bias, std::int64_t token) {
-    return bias ? static_cast<const std::byte*>(bias->data) + index(token) * row_bytes : nullptr;
-  };
-  for (std::int64_t token = 0; token < call_.plan->tokens; ++token) {
-    find_sums(token, sums);
-    sum.rows = sums.rows.data();
-    sum.count = static_cast<std::int64_t>(sums.rows.size());
-    sum.bias0 = at(call_.options.bias0, token);
-    sum.bias1 = at(call_.options.bias1, token);
-    sum.out = static_cast<std::byte*>(result_.x.data()) + index(token) * row_bytes;
-    kernels().sum_rows(sum);
+  for (const Destination& destination : destinations) {
+    rows[index(sum.count++)] = from.rows[index(domains_.index(destination.rank))] +
+                               index(destination.row) * call_.rows.row_bytes();
+  }
+  sum.out = out;
+  kernels().sum_rows(sum);
+}
+
+void DomainCombine::add_weights(const Bases& from, std::span<const Destination> destinations,
+                                float* to) const {
+  for (const Destination& destination : destinations) {
+    const auto* weights =
+        reinterpret_cast<const float*>(from.weights[index(domains_.index(destination.rank))] +
+                                       index(destination.row) * call_.weight_bytes());
+    for (std::size_t k = 0; k < index(call_.plan->topk); ++k) to[k] += weights[k];
   }
 }
 
 /// The sum inside the own domain is a number of its own, as that of every other domain.
 void DomainCombine::add_inside(std::span<const Destination> destinations, float* to) const {
   std::array<float, kMaxTopk> sums{};
-  add_weights(destinations, sums.data());
+  add_weights(own_rows_, destinations, sums.data());
   for (std::size_t k = 0; k < index(call_.plan->topk); ++k) to[k] += sums[k];
 }
 
 }  // namespace
 
 void combine_domains(const CombineCall& call, const CombineMemory& memory, const Combined& result) {
-  DomainCombine combine(call, memory, result);
-  combine.push_sums();
-  combine.wait_for_sums();
-  combine.sum_domains();
+  DomainCombine(call, memory, result).exchange_sums();
 }
 
 }  // namespace ferry::host

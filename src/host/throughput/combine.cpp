@@ -210,8 +210,11 @@ void CombineJob::place_rows() const {
 }
 
 /// Rows that peers read in registered memory. Of a direct combine these are those for the other
-/// ranks of the domain; of a hierarchical one any rank of the domain may read any row.
+/// ranks of the domain; of a hierarchical one any other rank of the domain may read any row.
 void CombineJob::copy_rows() const {
+  const Domains& domains = call_.engine.topology();
+  const bool all =
+      call_.hierarchical() && domains.members(domains.of(call_.engine.rank())).size() > 1;
   const std::vector<std::int64_t>& from = call_.exchange().recv_offset;
   const std::size_t row_bytes = call_.rows.row_bytes();
   const bool stream = index(from.back()) * row_bytes > kStreamBytes;
@@ -220,7 +223,7 @@ void CombineJob::copy_rows() const {
     const bool read = peer != call_.engine.rank() && call_.in_domain(peer);
     const std::size_t at = index(from[index(peer)]) * row_bytes;
     const std::size_t bytes = index(from[index(peer) + 1]) * row_bytes - at;
-    if (bytes == 0 || (!read && !call_.hierarchical())) continue;
+    if (bytes == 0 || (!read && !all)) continue;
     if (stream) {
       run.copy_stream(memory_.mine + at, memory_.rows + at, bytes);
     } else {
