@@ -37,12 +37,8 @@ void send_chunk(const DispatchCall& call, DispatchPush& push, int domain, std::i
                                  values.data(), size, call.channel().chunk_tag(rail));
     bytes += size;
   };
-  std::vector<std::byte> codes(call.row.quantized ? tokens.size() * shape.row_bytes : 0);
   std::vector<fabric::Piece> rows;
-  for (std::size_t i = 0; i < tokens.size(); ++i) {
-    std::byte* to = call.row.quantized ? codes.data() + i * shape.row_bytes : nullptr;
-    rows.push_back({push.encode(tokens[i], to), shape.row_bytes});
-  }
+  for (const std::int32_t token : tokens) rows.push_back({push.encode(token), shape.row_bytes});
   call.channel().reach().write_pieces(
       rail,
       {theirs.staging_segment, theirs.staging_offset + layout.rows_at + row * shape.row_bytes},

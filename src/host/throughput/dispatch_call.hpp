@@ -67,8 +67,9 @@ class DispatchPush {
   // For a hierarchical dispatch, inside the domain.
   void rows();
   void side(int peer);
-  /// A token's row as it crosses, in `codes` if it has to be made; its scales are made, too.
-  const std::byte* encode(std::int64_t token, std::byte* codes);
+  /// A token's row as it crosses, until the next; of a hierarchical dispatch, which needs it for
+  /// each domain, until the end. Its scales are there, too.
+  const std::byte* encode(std::int64_t token);
   ConstTensorView scales() const;
   /// The exchange does not stay in the caches: stores go past them.
   bool stream() const { return stream_; }
@@ -80,6 +81,8 @@ class DispatchPush {
   const ExchangePlan& plan_ = call_.exchange();
   Channel& channel_ = call_.channel();
   bool stream_;
+  std::unique_ptr<std::byte[]> codes_{};    // of quantised rows: [T, bytes] of those that stay
+  std::vector<bool> stays_{};               // [T]: that row is made, and stays
   std::vector<float> made_scales_{};        // [T, C] of quantised rows
   std::vector<std::uint64_t> put_bytes_{};  // outside the domain, for each peer
 };

@@ -23,7 +23,12 @@ DispatchPush::DispatchPush(const DispatchCall& call)
       made_scales_(call.row.quantized
                        ? static_cast<std::size_t>(call.plan->tokens * call.row.scale_columns)
                        : 0),
-      put_bytes_(static_cast<std::size_t>(call.engine.size())) {}
+      put_bytes_(static_cast<std::size_t>(call.engine.size())) {
+  if (!call.row.quantized) return;
+  const std::size_t rows = call.hierarchical() ? index(call.plan->tokens) : 1;
+  codes_ = std::make_unique_for_overwrite<std::byte[]>(rows * call.row.bytes());
+  if (call.hierarchical()) stays_.resize(rows);
+}
 
 void DispatchPush::direct() {
   rows();
@@ -35,10 +40,16 @@ void DispatchPush::direct() {
   }
 }
 
-const std::byte* DispatchPush::encode(std::int64_t token, std::byte* codes) {
+const std::byte* DispatchPush::encode(std::int64_t token) {
   const auto t = static_cast<std::size_t>(token);
   const std::byte* row = static_cast<const std::byte*>(call_.x.data) + t * call_.x.row_bytes();
   if (!call_.row.quantized) return row;
+  std::byte* codes = codes_.get();
+  if (!stays_.empty()) {
+    codes += t * call_.row.bytes();
+    if (stays_[t]) return codes;
+    stays_[t] = true;
+  }
   QuantizeRow quantize;
   quantize.row = row;
   quantize.dtype = call_.x.dtype;
@@ -58,7 +69,6 @@ ConstTensorView DispatchPush::scales() const {
 /// To every rank; of a hierarchical dispatch, to those of the domain.
 void DispatchPush::rows() {
   const std::size_t row_bytes = call_.row.bytes();
-  std::vector<std::byte> codes(call_.row.quantized ? row_bytes : 0);
   const auto ranks = static_cast<std::size_t>(call_.engine.size());
   std::vector<fabric::Address> target(ranks);
   std::vector<std::byte*> base(ranks);
@@ -72,7 +82,7 @@ void DispatchPush::rows() {
   }
   const Kernels& run = kernels();
   for (std::int64_t token = 0; token < call_.plan->tokens; ++token) {
-    const std::byte* row = encode(token, codes.data());
+    const std::byte* row = encode(token);
     const auto t = static_cast<std::size_t>(token);
     for (std::int64_t l = plan_.destination_offset[t]; l < plan_.destination_offset[t + 1]; ++l) {
       const Destination destination = plan_.destinations[static_cast<std::size_t>(l)];
