@@ -97,6 +97,8 @@ class Endpoint {
   /// Waits until the peer may have one more, not longer than that. Its thread does all work
   /// meanwhile.
   void await_chunk(int peer, std::chrono::nanoseconds longest);
+  /// No chunk is on its way to the peer.
+  bool is_idle(int peer);
   /// Gives a chunk to the network. It takes the signal along that was told as its companion, if
   /// that one waits, alone.
   void write_chunk(Op* chunk);

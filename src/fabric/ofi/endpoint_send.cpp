@@ -49,6 +49,11 @@ void Endpoint::await_chunk(int rank, std::chrono::nanoseconds longest) {
   room_.wait_for(lock, longest);  // the endpoint's thread loses a peer that takes nothing
 }
 
+bool Endpoint::is_idle(int rank) {
+  const auto lock = locked();
+  return peer_of(rank).load == 0;
+}
+
 void Endpoint::write_chunk(Op* chunk) {
   const auto lock = locked();
   Peer& peer = *chunk->peer;

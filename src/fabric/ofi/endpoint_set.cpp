@@ -13,6 +13,8 @@ namespace ferry::fabric::ofi {
 namespace {
 
 constexpr auto kPeerPollPeriod = std::chrono::milliseconds(50);
+/// So much of a tag goes first where nothing is on its way, while the rest is still made.
+constexpr std::size_t kEarly = std::size_t{32} << 10;
 
 }  // namespace
 
@@ -193,10 +195,10 @@ bool EndpointSet::copy_in(std::unique_lock<std::mutex>& lock, int rank, Address 
       return false;
     }
     const Open& open = target.open;
-    const bool fits = open.chunk != nullptr && open.tag == tag &&
-                      open.chunk->bytes < open.endpoint->chunk_bytes() &&
-                      open.chunk->to.segment == to.segment &&
-                      open.chunk->to.offset + open.chunk->bytes == to.offset;
+    const bool fits =
+        open.chunk != nullptr && open.tag == tag &&
+        open.chunk->bytes < open.endpoint->chunk_bytes() && open.chunk->to.segment == to.segment &&
+        open.chunk->to.offset + open.chunk->bytes == to.offset && !goes_early(open, rank);
     if (!fits) {
       flush(target);
       // While this one waits another thread may put.
@@ -213,6 +215,11 @@ bool EndpointSet::copy_in(std::unique_lock<std::mutex>& lock, int rank, Address 
     to.offset += now;
   }
   return true;
+}
+
+/// A link that has nothing to carry does not wait until a chunk is full.
+bool EndpointSet::goes_early(const Open& open, int rank) {
+  return open.tagged->pieces == 0 && open.chunk->bytes >= kEarly && open.endpoint->is_idle(rank);
 }
 
 /// The endpoints in turn, but for the first bytes of a tag, for what is small goes one way; unless

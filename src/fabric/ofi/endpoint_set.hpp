@@ -172,6 +172,7 @@ class EndpointSet {
   static Tagged& tagged(Target& target, std::uint64_t tag);
   bool copy_in(std::unique_lock<std::mutex>& lock, int rank, Address to, const Piece& piece,
                std::uint64_t tag, const LookUp& look_up);
+  static bool goes_early(const Open& open, int rank);
   static std::size_t endpoint_for(const Target& target, const Tagged& of_tag);
   bool open_chunk(int rank, Address to, std::uint64_t tag);
   void await_chunk(std::unique_lock<std::mutex>& lock, int rank, const LookUp& look_up);

@@ -143,6 +143,33 @@ TEST_F(OfiFabric, WhatWasPutArrivesAtARankThatPausesWhileThisOneLeaves) {
   ranks.expect_success();
 }
 
+TEST_F(OfiFabric, TheFirstBytesDoNotWaitForAFullChunk) {
+  constexpr std::size_t kRow = 8192, kRows = 6, kAt = 4096;
+  Processes ranks(kOfi, 2, [](Rank& me) {
+    auto fabric = me.make();
+    const Segment mine = me.connect(*fabric, 1 << 20);
+    attach_peers(me, *fabric, mine);
+    const Bytes row(kRow, std::byte{1});
+    if (me.rank() == 0) {
+      for (std::size_t i = 0; i < kRows; ++i) {
+        fabric->put(1, {mine.id, kAt + i * kRow}, row.data(), kRow, 5);
+      }
+    } else {
+      EXPECT_TRUE(eventually([&] { return flag_value(mine, kAt) != 0; }, 5s));
+    }
+    me.barrier();
+    if (me.rank() == 0) fabric->publish(1, {mine.id, 0}, 1, kRows * kRow, 5);
+    if (me.rank() == 1) {
+      EXPECT_TRUE(await_flag(mine, 0, 1));
+      for (std::size_t i = 0; i < kRows * kRow; i += kRow) {
+        EXPECT_NE(flag_value(mine, kAt + i), 0u);
+      }
+    }
+    me.barrier();
+  });
+  ranks.expect_success();
+}
+
 TEST_F(OfiFabric, AForkedChildThatEndsDoesNotTakeTheConnectionsAlong) {
   Processes ranks(kOfi, 2, [](Rank& me) {
     auto fabric = me.make();
