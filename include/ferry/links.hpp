@@ -14,6 +14,9 @@ struct Links {
   std::vector<int> domains{};         ///< [R]: of each rank
   std::vector<double> latency_ns{};   ///< [R, R]: half of a round trip of a flag, symmetric
   std::vector<double> bytes_per_s{};  ///< [R, R]: from the rank of the row to that of the column
+  /// [R]: what a rank sends to all ranks of other domains while all ranks do so at once. Ranks that
+  /// share a link, or send to one at a time, have less than each pair by itself. 0: one domain.
+  std::vector<double> together_bytes_per_s{};
 
   int ranks() const { return static_cast<int>(domains.size()); }
   double latency(int a, int b) const { return latency_ns[at(a, b)]; }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "core/choice/link_model.hpp"
@@ -26,6 +27,8 @@ constexpr double kSlowRateSeconds = 0.03;  // below kSlowRate: so that little de
 constexpr double kSlowRate = 1e9;
 constexpr double kAllRateSeconds = 0.1;  // of all: then there is no further one
 constexpr int kRateTries = 2;
+constexpr double kTogetherSeconds = 0.1;  // by the rate of the slowest pair, of all ranks
+constexpr int kTogetherTries = 5;
 constexpr std::uint64_t kWarmUp = 5, kFewestRounds = 7, kMostRounds = 200;
 
 /// What a rank found out about its way to a peer.
@@ -86,9 +89,10 @@ class Probe {
         }
       }
     }
-    meet();
-    for (int peer = 0; peer < engine_.size(); ++peer) tell_found(peer);
-    for (int peer = 0; peer < engine_.size(); ++peer) hear(peer);
+    share_found();
+    if (engine_.topology().count() == 1) return;
+    row_[static_cast<std::size_t>(engine_.rank())].bytes_per_s = rate_together();
+    share_found();
   }
 
   Links links() const {
@@ -99,7 +103,8 @@ class Probe {
       for (int b = 0; b < ranks; ++b) {
         const Found found = found_by(a, b);
         links.latency_ns.push_back(found.latency_ns);
-        links.bytes_per_s.push_back(found.bytes_per_s);
+        links.bytes_per_s.push_back(a == b ? 0 : found.bytes_per_s);
+        if (a == b) links.together_bytes_per_s.push_back(found.bytes_per_s);
       }
     }
     return links;
@@ -232,6 +237,54 @@ class Probe {
     std::uint64_t number = 0;
     std::memcpy(&number, segments_.mine.data + line(layout_.counts, peer), sizeof number);
     return number;
+  }
+
+  /// Of all tries but the first, in which windows of TCP open, one that is faster than most.
+  double rate_together() {
+    std::vector<int> peers;  // each rank starts elsewhere
+    for (int i = 1; i < engine_.size(); ++i) {
+      const int peer = (engine_.rank() + i) % engine_.size();
+      if (engine_.domain_of(peer) != engine_.domain_of(engine_.rank())) peers.push_back(peer);
+    }
+    double slowest = std::numeric_limits<double>::max();
+    for (int a = 0; a < engine_.size(); ++a) {
+      for (int b = 0; b < engine_.size(); ++b) {
+        if (engine_.domain_of(a) == engine_.domain_of(b)) continue;
+        slowest = std::min(slowest, found_by(a, b).bytes_per_s);
+      }
+    }
+    const double fit = std::clamp(slowest * kTogetherSeconds / engine_.size(), 0.0, 1e12);
+    const std::size_t bytes = std::clamp(static_cast<std::size_t>(fit) / kLinkPiece * kLinkPiece,
+                                         kLinkPiece, kMostRateBytes);
+    std::vector<double> seconds;
+    for (int i = 0; i <= kTogetherTries; ++i) seconds.push_back(send_together(peers, bytes));
+    std::sort(seconds.begin() + 1, seconds.end());
+    return static_cast<double>(peers.size() * bytes) / seconds[1 + kTogetherTries / 4];
+  }
+
+  /// Seconds until all have what this rank sends to them, as all ranks do.
+  double send_together(const std::vector<int>& peers, std::size_t bytes) {
+    meet();
+    const auto start = Clock::now();
+    const std::uint64_t first = tag_ + 1;
+    tag_ += peers.size();
+    for (std::size_t at = 0; at < bytes; at += kLinkPiece) {
+      for (std::size_t i = 0; i < peers.size(); ++i) {
+        const protocol::Place to{segments_.mine.id, layout_.landing + at % kLanding};
+        reach_.write(peers[i], to, piece_.data(), kLinkPiece, first + i);
+      }
+    }
+    for (std::size_t i = 0; i < peers.size(); ++i) call(peers[i], first + i, bytes);
+    for (const int peer : peers) answer(peer, 1);
+    for (const int peer : peers) hear(peer);
+    return seconds_from(start);
+  }
+
+  /// All ranks learn what each has found.
+  void share_found() {
+    meet();
+    for (int peer = 0; peer < engine_.size(); ++peer) tell_found(peer);
+    for (int peer = 0; peer < engine_.size(); ++peer) hear(peer);
   }
 
   void tell_found(int peer) {

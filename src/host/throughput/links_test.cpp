@@ -28,10 +28,14 @@ void expect_sound(const std::vector<Links>& all) {
     ASSERT_EQ(links.ranks(), static_cast<int>(all.size()));
     EXPECT_EQ(links.latency_ns, all[0].latency_ns);
     EXPECT_EQ(links.bytes_per_s, all[0].bytes_per_s);
+    EXPECT_EQ(links.together_bytes_per_s, all[0].together_bytes_per_s);
     EXPECT_EQ(links.domains, all[0].domains);
   }
   const Links& links = all[0];
+  ASSERT_EQ(links.together_bytes_per_s.size(), all.size());
   for (int a = 0; a < links.ranks(); ++a) {
+    EXPECT_EQ(links.together_bytes_per_s[static_cast<std::size_t>(a)] > 0,
+              links.domains.back() > 0);
     for (int b = 0; b < links.ranks(); ++b) {
       EXPECT_EQ(links.latency(a, b), links.latency(b, a));
       EXPECT_EQ(links.latency(a, b) > 0, a != b);

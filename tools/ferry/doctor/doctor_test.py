@@ -170,6 +170,7 @@ class Doctor(unittest.TestCase):
         for name in ("latency_ns", "bytes_per_s"):
             for a, row in enumerate(found[name]):
                 self.assertEqual([value > 0 for value in row], [a != b for b in range(3)])
+        self.assertEqual(found["together_bytes_per_s"], [0, 0, 0])  # to other hosts: none
         done = subprocess.run(command, capture_output=True, text=True)
         self.assertIn("Inside a host usually", done.stdout)
 

@@ -251,6 +251,15 @@ std::string usual_text(const Links& links, bool inside) {
                      rate_text(rates[rates.size() / 2]));
 }
 
+/// Of all ranks at once; nothing on one host.
+std::string together_text(const Links& links) {
+  const std::vector<double>& rates = links.together_bytes_per_s;
+  if (rates.empty() || rates.front() == 0) return "";
+  const auto [least, most] = std::minmax_element(rates.begin(), rates.end());
+  return fmt::format("While all send at once, each rank sends {} to {} to other hosts.\n",
+                     rate_text(*least), rate_text(*most));
+}
+
 }  // namespace
 
 std::vector<OddLink> odd_links(const Links& links) {
@@ -265,7 +274,7 @@ std::string describe_links(const Links& links) {
                            [&](int a, int b) { return links.latency(a, b) / 1e3; });
   text += table(links, "Rate, MB/s (row: sender)",
                 [&](int a, int b) { return links.rate(a, b) / 1e6; });
-  text += usual_text(links, true) + usual_text(links, false);
+  text += usual_text(links, true) + usual_text(links, false) + together_text(links);
   const std::vector<OddLink> odd = odd_links(links);
   for (const OddLink& one : odd) text += sentence(describe(one)) + "\n";
   if (odd.empty()) text += "Nothing odd.\n";
@@ -287,6 +296,7 @@ nlohmann::json to_json(const Links& links) {
           {"domains", links.domains},
           {"latency_ns", matrix(links.latency_ns)},
           {"bytes_per_s", matrix(links.bytes_per_s)},
+          {"together_bytes_per_s", links.together_bytes_per_s},
           {"odd", odd}};
 }
 

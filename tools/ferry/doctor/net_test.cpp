@@ -64,6 +64,15 @@ TEST(Net, WhatIsUsualIsNotOdd) {
   }
 }
 
+TEST(Net, TellsWhatRanksHaveTogether) {
+  Links links = usual(2, 2);
+  EXPECT_EQ(describe_links(links).find("at once"), std::string::npos);
+  links.together_bytes_per_s = {4e8, 5e8, 4.5e8, 5e8};
+  EXPECT_NE(describe_links(links).find("each rank sends 400.0 MB/s to 500.0 MB/s to other hosts"),
+            std::string::npos);
+  EXPECT_EQ(to_json(links)["together_bytes_per_s"][2], 4.5e8);
+}
+
 TEST(Net, AHostIsNamedBeforeItsRanksAndLinks) {
   Links sends = usual(4, 2), receives = usual(4, 2), both = usual(4, 2);
   for (const int mine : {2, 3}) {
