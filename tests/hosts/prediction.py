@@ -5,12 +5,11 @@
 
 Every host is a domain, a network namespace. What it sends, and what it gets, is limited to --mbit
 each, of host --slow to a quarter; -1: of none. `FERRY doctor --net` measures the links: the rate
-(at most what TCP can have of --mbit) and the latency between hosts go to a cluster file, slower
-hosts to `--slow-nic`. Then both
-crossings run with recorded routes, and `FERRY simulate` gets the routes: what the links take. What
-the cores take is measured before the links are limited. Both overlap in part, as in a model with
-`overlap` 2: the prediction is the root of the sum of their squares; a hierarchical combine, whose
-second step waits for the first, overlaps less. Times are medians of the slowest rank.
+(at most what TCP can have of --mbit, or what ranks have that send at once) and the latency between
+hosts go to a cluster file, slower hosts to `--slow-nic`. Then both crossings run with recorded
+routes, and `FERRY simulate` gets the routes: what the links take. What the cores take is measured
+before the links are limited. Both overlap in part, as in a model with `overlap` 2: the prediction
+is the root of the sum of their squares. Times are medians of the slowest rank.
 """
 
 from __future__ import annotations
@@ -34,18 +33,12 @@ from speed import EACH, routes_of
 import ferry
 
 Result = dict[str, Any]
-# How links and cores overlap: l and c take (l^p + c^p)^(1/p). A round number; and one that, fitted
-# to the hierarchical combines of two shapes, predicts those of the third (test_prediction.py).
-OVERLAP, OVERLAP_OF_TWO_STEPS = 2.0, 1.5
+OVERLAP = 2.0  # of links and cores: l and c take (l^p + c^p)^(1/p). A round number.
 OF_A_FRAME = 1448 / 1514  # of the bytes of an Ethernet frame those that TCP carries
 MEMORY = 8e9  # bytes a second that ranks of a host write to each other; the network is far slower
 
 
-def overlap_of(crossing: str, call: str) -> float:
-    return OVERLAP_OF_TWO_STEPS if (crossing, call) == ("hierarchical", "combine") else OVERLAP
-
-
-def both(links: float, cores: float, overlap: float) -> float:
+def both(links: float, cores: float, overlap: float = OVERLAP) -> float:
     """The time of what takes the links and the cores so long."""
     return float((links**overlap + cores**overlap) ** (1 / overlap))
 
@@ -113,16 +106,21 @@ def cluster_of(links: Result, each: int, mbit: list[float]) -> tuple[str, list[s
     across = rates[apart]
     usual = float(np.median(across[across > across.max() / 2]))
     latency = float(np.median(np.array(links["latency_ns"])[apart]))
-    slow = []
+    slow, slowest = [], 1.0
     for rank in range(len(domains)):
         own = np.concatenate((rates[rank][apart[rank]], rates[:, rank][apart[:, rank]]))
         if (rate := float(np.sort(own)[len(own) // 2])) < 0.8 * usual:
             slow += ["--slow-nic", f"{rank}:{rate / usual:.4f}"]
+            slowest = min(slowest, rate / usual)
+    # What pairs have one after the other, all do not have at once: then the slowest decides.
+    nic = usual / each
+    together = float(np.median(links["together_bytes_per_s"]))
+    nic *= min(1.0, together / (nic * slowest))
     lines = (
         f"host_ranks: {each}",
         "memory_gb: 1",
         f"nvlink: {{value: {MEMORY / 1e9}, from: assumed}}",
-        f"nic: {{value: {usual / each / 1e9:.6f}, from: measured}}",
+        f"nic: {{value: {nic / 1e9:.6f}, from: measured}}",
         f"latency_us: {latency / 1e3:.1f}",
     )
     return "\n".join(lines) + "\n", slow
@@ -193,7 +191,7 @@ def run(given: argparse.Namespace, shape: str, slow: int) -> Result:
             if call == "dispatch":  # then its combine
                 links = predicted(given, folder, cluster, slow_nics, topk, crossing, hosts * each)
             alone = cores[topk, crossing, call]
-            foretold = both(links[call], alone, overlap_of(crossing, call))
+            foretold = both(links[call], alone)
             cases.setdefault(topk, {"topk": topk}).setdefault(crossing, {}).update({
                 f"{call}_ms": took * 1e3,
                 f"{call}_links_ms": links[call] * 1e3,
