@@ -25,8 +25,9 @@ count=${#gpus[@]}
 [ "$count" -gt 0 ] || { echo "NO GPU"; exit 77; }
 lanes=${LANES:-3}
 chosen=${*:-$(seq 0 $((lanes - 1)))}
-# They take all memory of their GPU, so they come alone.
-alone='*WithoutMemory*'
+# They take all memory of their GPU, or more processes than two GPUs have room for beside the ranks
+# that the lanes keep (cudaSetDevice then says cudaErrorMemoryAllocation), so they come alone.
+alone='*WithoutMemory*:*EngineRegroup*'
 filter=${FILTER:-*}
 [[ $filter == *-* ]] && filter=$filter:$alone || filter=$filter:-$alone
 failed=0
