@@ -144,6 +144,9 @@ TEST_F(OfiFabric, WhatWasPutArrivesAtARankThatPausesWhileThisOneLeaves) {
 }
 
 TEST_F(OfiFabric, TheFirstBytesDoNotWaitForAFullChunk) {
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "it looks at rows before their flag has come, as no program may";
+#endif
   constexpr std::size_t kRow = 8192, kRows = 6, kAt = 4096;
   Processes ranks(kOfi, 2, [](Rank& me) {
     auto fabric = me.make();
