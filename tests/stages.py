@@ -185,8 +185,8 @@ def has_gpu() -> bool:
 
 
 def set_kernel_options() -> None:
-    """The test machine_code makes the machine code of all kernels: where they cannot run, builds
-    end before that and do not optimise them."""
+    """The test machine_code makes the machine code of all kernels for every architecture: where
+    they cannot run, builds end before that and do not optimise them."""
     if not has_gpu():
         os.environ.setdefault("CUDAARCHS", "90-virtual")
         os.environ.setdefault("CUDAFLAGS", "-Xcicc -O0")

@@ -11,8 +11,8 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -205,37 +205,38 @@ def test_what_is_no_etcd_is_named() -> None:
             ferry.EtcdStore(url, deadline=0.3).get("key")
 
 
-def test_an_answer_that_does_not_end() -> None:
+@contextmanager
+def raw_server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The URL of a server that answers its first connection so, byte by byte."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def drip() -> None:
+        def serve() -> None:
             there, _ = listener.accept()
-            with there:
-                try:
-                    there.sendall(b"HTTP/1.1 200 OK\r\n\r\n{")
-                    while True:
-                        there.sendall(b" ")
-                        time.sleep(0.02)
-                except OSError:
-                    pass
+            with there, suppress(OSError):
+                answer(there)
 
-        threading.Thread(target=drip, daemon=True).start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_an_answer_that_does_not_end() -> None:
+    def drip(there: socket.socket) -> None:
+        there.sendall(b"HTTP/1.1 200 OK\r\n\r\n{")
+        while True:
+            there.sendall(b" ")
+            time.sleep(0.02)
+
+    with raw_server(drip) as url:
         with pytest.raises(ferry.DeadlineExceededError, match="its answer does not end, after"):
             ferry.EtcdStore(url, deadline=0.5).get("key")
 
 
 def test_an_answer_that_is_no_http() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    def answer(there: socket.socket) -> None:
+        there.recv(1 << 16)
+        there.sendall(b"\0\1\2 hello\r\n\r\n")
 
-        def answer() -> None:
-            there, _ = listener.accept()
-            with there:
-                there.recv(1 << 16)
-                there.sendall(b"\0\1\2 hello\r\n\r\n")
-
-        threading.Thread(target=answer, daemon=True).start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with raw_server(answer) as url:
         with pytest.raises(ferry.MismatchError, match="expected HTTP in an answer"):
             ferry.EtcdStore(url, deadline=20).get("key")
 

@@ -119,9 +119,11 @@ CallSettings ExchangeTuner::next(const TuningKey& key) {
 }
 
 ExchangeTuner::State ExchangeTuner::state(const TuningKey& key) const {
+  const auto of = [&](const TuningSearch& search) -> State {
+    return {settings_at(key, search.next()), settings_at(key, search.best()), search.settled()};
+  };
   const auto found = searches_.find(key);
-  const TuningSearch search = found == searches_.end() ? TuningSearch(grid_of(key)) : found->second;
-  return {settings_at(key, search.next()), settings_at(key, search.best()), search.settled()};
+  return found == searches_.end() ? of(TuningSearch(grid_of(key))) : of(found->second);
 }
 
 void ExchangeTuner::observe(const TuningKey& key, const CallSettings& settings, std::int64_t tokens,

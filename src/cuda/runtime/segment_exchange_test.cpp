@@ -1,6 +1,7 @@
 // What a rank offers in one epoch is taken in that epoch alone, whoever has its seat later.
 #include "cuda/runtime/segment_exchange.hpp"
 
+#include <initializer_list>
 #include <optional>
 
 #include "engine/test_groups.hpp"
@@ -58,24 +59,32 @@ SegmentExchange::Offer next(SegmentExchange& segments) {
   }
 }
 
+/// Rank 0 offers segments one after the other, and rank 1 takes them.
+void exchange(SegmentExchange& segments, int rank, std::initializer_list<fabric::SegmentId> ids) {
+  for (const fabric::SegmentId id : ids) {
+    if (rank == 0) {
+      segments.offer("test", segment_of(id));
+      continue;
+    }
+    const SegmentExchange::Offer offer = next(segments);
+    EXPECT_EQ(offer.peer, 0);
+    EXPECT_EQ(offer.segment, id);
+    EXPECT_EQ(offer.bytes, 4096u);
+    segments.taken(offer);
+  }
+}
+
 TEST(SegmentExchange, AnOfferIsTakenOnce) {
   const auto bootstraps = thread_bootstrap(2);
   on_ranks(2, [&](int rank) {
     Bootstrap& bootstrap = *bootstraps[static_cast<std::size_t>(rank)];
     Offering own(bootstrap);
     for (const fabric::SegmentId id : {2u, 3u}) {
-      if (rank == 0) {
-        own.segments->offer("test", segment_of(id));
-        continue;
-      }
-      const SegmentExchange::Offer offer = next(*own.segments);
-      EXPECT_EQ(offer.peer, 0);
-      EXPECT_EQ(offer.segment, id);
-      EXPECT_EQ(offer.bytes, 4096u);
-      own.segments->taken(offer);
+      exchange(*own.segments, rank, {id});
+      bootstrap.all_gather({}, 20s);
       EXPECT_FALSE(own.segments->next());
+      bootstrap.all_gather({}, 20s);
     }
-    bootstrap.all_gather({}, 20s);
   });
 }
 
@@ -86,13 +95,7 @@ TEST(SegmentExchange, OffersOfAnEarlierEpochAreOver) {
   on_ranks(2, [&](int rank) {
     Bootstrap& bootstrap = *bootstraps[static_cast<std::size_t>(rank)];
     Offering own(bootstrap);
-    for (const fabric::SegmentId id : {2u, 3u}) {
-      if (rank == 0) {
-        own.segments->offer("test", segment_of(id));
-      } else {
-        own.segments->taken(next(*own.segments));
-      }
-    }
+    exchange(*own.segments, rank, {2, 3});
     std::thread untaken;
     if (rank == 0) {
       untaken = std::thread([&] { EXPECT_ANY_THROW(own.segments->offer("test", segment_of(4))); });
@@ -110,13 +113,7 @@ TEST(SegmentExchange, OffersOfAnEarlierEpochAreOver) {
       EXPECT_FALSE(own.segments->next());
     }
     bootstrap.all_gather({}, 20s);
-    if (rank == 0) {
-      own.segments->offer("test", segment_of(1));
-    } else {
-      const SegmentExchange::Offer offer = next(*own.segments);
-      EXPECT_EQ(offer.segment, 1u);
-      own.segments->taken(offer);
-    }
+    exchange(*own.segments, rank, {1});
     bootstrap.all_gather({}, 20s);
   });
 }

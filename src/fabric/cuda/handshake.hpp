@@ -19,9 +19,8 @@ struct DeviceHandshake {
   struct Fixed {
     std::uint32_t magic = kMagic;
     DeviceWay forced = DeviceWay::automatic;
-    JobKey job{};  ///< rank 0's is the group's
-    JobKey
-        socket{};  ///< no other rank's, nor that of who takes its place; names its DescriptorServer
+    JobKey job{};     ///< rank 0's is the group's
+    JobKey socket{};  ///< of this process alone; names its DescriptorServer
     DeviceUuid uuid{};
     std::int32_t ordinal = -1;
     std::uint8_t vmm = 0;

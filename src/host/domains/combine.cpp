@@ -198,18 +198,14 @@ bool DomainCombine::is_complete(std::int64_t token) const {
 
 void DomainCombine::sum_token() {
   find_sums();
-  const std::size_t row_bytes = call_.rows.row_bytes();
-  const auto at = [&](const std::optional<ConstTensorView>& bias) {
-    return bias ? static_cast<const std::byte*>(bias->data) + index(summed_) * row_bytes : nullptr;
-  };
   SumRows sum;
   sum.columns = call_.rows.columns();
   sum.dtype = call_.rows.dtype;
   sum.rows = token_sums_.data();
   sum.count = static_cast<std::int64_t>(token_sums_.size());
-  sum.bias0 = at(call_.options.bias0);
-  sum.bias1 = at(call_.options.bias1);
-  sum.out = static_cast<std::byte*>(result_.x.data()) + index(summed_) * row_bytes;
+  sum.bias0 = call_.bias_row(call_.options.bias0, index(summed_));
+  sum.bias1 = call_.bias_row(call_.options.bias1, index(summed_));
+  sum.out = static_cast<std::byte*>(result_.x.data()) + index(summed_) * call_.rows.row_bytes();
   kernels().sum_rows(sum);
 }
 

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "host/throughput/engine.hpp"
@@ -28,6 +29,11 @@ struct CombineCall {
   bool in_domain(int peer) const { return channel().pointer(peer, {0, 0}) != nullptr; }
   std::size_t weight_bytes() const {
     return has_weights() ? static_cast<std::size_t>(plan->topk) * sizeof(float) : 0;
+  }
+  /// What is added to the sum of a token; null: nothing.
+  const std::byte* bias_row(const std::optional<ConstTensorView>& bias, std::size_t token) const {
+    if (!bias) return nullptr;
+    return static_cast<const std::byte*>(bias->data) + token * rows.row_bytes();
   }
 };
 

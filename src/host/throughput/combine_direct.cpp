@@ -151,9 +151,6 @@ void DirectCombine::sum_complete() {
 
 void DirectCombine::sum_tokens(std::int64_t first, std::int64_t end) {
   const std::size_t row_bytes = call_.rows.row_bytes();
-  const auto at = [&](const std::optional<ConstTensorView>& bias, std::size_t token) {
-    return bias ? static_cast<const std::byte*>(bias->data) + token * row_bytes : nullptr;
-  };
   // Two sets of pointers in turn: while one token is summed, the rows of the next are fetched.
   std::array<std::array<const void*, kMaxTopk>, 2> rows{};
   const auto find = [&](std::size_t token) {
@@ -180,8 +177,8 @@ void DirectCombine::sum_tokens(std::int64_t first, std::int64_t end) {
     sum.count = sum.next_count;
     sum.next_rows = rows[(token + 1) % 2].data();
     sum.next_count = find(token + 1);
-    sum.bias0 = at(call_.options.bias0, token);
-    sum.bias1 = at(call_.options.bias1, token);
+    sum.bias0 = call_.bias_row(call_.options.bias0, token);
+    sum.bias1 = call_.bias_row(call_.options.bias1, token);
     sum.out = out + token * row_bytes;
     run.sum_rows(sum);
   }
