@@ -150,7 +150,8 @@ std::shared_ptr<Engine> begin_group(const Bootstrap& bootstrap, GroupConfig conf
 std::shared_ptr<Engine> join_group(const Bootstrap& bootstrap, GroupConfig config) {
   complete_config(config);
   const int rank = bootstrap.rank(), size = bootstrap.size();
-  check_elastic(config, rank, size, "the name that the group was made with");
+  check_elastic(config, rank, size,
+                "the name that the group was made with; one without takes nobody in");
   const std::string text = config_text(config, size);
   const std::uint64_t ticket = fabric::random_key(rank)[0] | fabric::kTicketBit;
   const std::string name = lobby_name(bootstrap, config);

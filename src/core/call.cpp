@@ -64,10 +64,10 @@ class FirstDifference {
   explicit FirstDifference(int their_rank) : rank_(std::to_string(their_rank)) {}
 
   template <class T, class Text>
-  FirstDifference& of(const char* what, T theirs, T mine, Text text) {
+  FirstDifference& of(const char* what, T theirs, T mine, Text text, const char* advice = "") {
     if (!words_.empty() || theirs == mine) return *this;
     words_ = std::string(what) + " is " + std::string(text(theirs)) + " on rank " + rank_ +
-             " but " + std::string(text(mine)) + " here";
+             " but " + std::string(text(mine)) + " here" + advice;
     return *this;
   }
   std::string words() const { return words_; }
@@ -104,7 +104,10 @@ void compare(FirstDifference& first, const PlanTerms& theirs, const PlanTerms& m
   first
       .of("placement of experts, their parameters or balance "
           "(placement_digest: 0 without any, 1 with balance)",
-          theirs.placement_digest, mine.placement_digest, kNumber)
+          theirs.placement_digest, mine.placement_digest, kNumber,
+          "; where experts have an ExpertPlacement, all ranks balance it alike, and a new one "
+          "after "
+          "a process has joined")
       .of("topk", theirs.topk, mine.topk, kNumber);
 }
 

@@ -16,15 +16,19 @@ int live_seats(const BalanceRequest& request) {
 }
 
 void check(const BalanceRequest& request) {
-  const auto slots = static_cast<std::int64_t>(live_seats(request)) * request.slots;
+  const int live = live_seats(request);
+  const auto slots = static_cast<std::int64_t>(live) * request.slots;
   const auto experts = static_cast<std::int64_t>(request.load.size());
   if (request.domains->ranks() != static_cast<int>(request.live.size())) {
     refuse("balance", "live", std::to_string(request.live.size()) + " seats",
            std::to_string(request.domains->ranks()) + ", as the domains have");
   }
   if (slots < experts) {
-    refuse("balance", "slots", std::to_string(slots) + " on live seats",
-           "at least " + std::to_string(experts) + ", one for each expert");
+    refuse("balance", "slots",
+           std::to_string(slots) + " on the " + std::to_string(live) + " of " +
+               std::to_string(request.live.size()) + " ranks that are there",
+           "at least " + std::to_string(experts) +
+               ", one for each expert; give each rank more slots, or wait for more ranks");
   }
   for (const double load : request.load) {
     if (!std::isfinite(load) || load < 0) {

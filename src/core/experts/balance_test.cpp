@@ -236,7 +236,7 @@ TEST(Balance, RefusesWhatDoesNotFit) {
   const auto refused = [](const std::vector<std::string>& words, const BalanceRequest& request) {
     test::expect_error(ErrorKind::invalid_argument, words, [&] { balance(request); });
   };
-  refused({"slots", "2 on live seats", "at least 3"}, {&domains, live, 2, load});
+  refused({"slots", "2 on the 1 of 2 ranks", "at least 3"}, {&domains, live, 2, load});
   const std::vector<double> negative{1, -2};
   refused({"load", "-2"}, {&domains, live, 2, negative});
   const ExpertTable old(2, 3, 2);

@@ -93,12 +93,12 @@ TEST(ExpertPlacement, DigestsTellPlacementsApart) {
 }
 
 TEST(ExpertPlacement, RefusesWhatCannotBe) {
-  expect_error(ErrorKind::invalid_argument, {"slots", "6 on live seats", "at least 7"},
+  expect_error(ErrorKind::invalid_argument, {"slots", "6 on the 3 of 3 ranks", "at least 7"},
                [] { ExpertPlacement(7, 3, 2); });
   expect_error(ErrorKind::invalid_argument, {"slots", "got 0"}, [] { ExpertPlacement(7, 3, 0); });
   ExpertPlacement placement(4, 3, 2);
   const auto held = placement.held_by(1);
-  expect_error(ErrorKind::invalid_argument, {"slots", "2 on live seats", "at least 4"},
+  expect_error(ErrorKind::invalid_argument, {"slots", "2 on the 1 of 3 ranks", "at least 4"},
                [&] { placement.balance(std::vector<int>{1}); });
   EXPECT_EQ(placement.held_by(1), held);
   expect_error(ErrorKind::invalid_argument, {"rank", "got 3", "0 … 2"},

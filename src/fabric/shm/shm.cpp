@@ -210,12 +210,14 @@ void ShmFabric::open(const Opening& opening) {
   door_key_ = door_key(opening.name);
   const std::string own = object_name(door_key_, peer_at(rank())->process, rank(), 0);
   if (section_exists(own)) {
-    throw Error(ErrorKind::refused,
-                "rank " + std::to_string(rank()) +
-                    ": its place is not free: this process has it, in a group of the same name "
-                    "(elastic): destroy that first; or another user made /dev/shm" +
-                    own,
-                {.rank = rank(), .peer = rank()});
+    throw Error(
+        ErrorKind::refused,
+        "rank " + std::to_string(rank()) +
+            ": its place is not free: this process has it, in a group of the same name "
+            "(elastic): give each group a name of its own, or destroy that one first; or another "
+            "user made /dev/shm" +
+            own,
+        {.rank = rank(), .peer = rank()});
   }
   door_ = std::make_unique<OwnDoor>(
       OwnDoor::What{door_key_, key_, rank(), opening.ticket, opening.begun, opening.invitation},

@@ -319,7 +319,8 @@ void HostEngine::check_can_regroup(const char* call) const {
   if (engine::Regroup::possible(*memory_, carrier_ != nullptr)) return;
   throw Error(ErrorKind::unsupported,
               std::string(call) + ": at most " + std::to_string(engine::Regroup::Traits::kSeats) +
-                  " ranks in one domain, or in several that libfabric joins, can; this group has " +
+                  " ranks in one domain, or in several that libfabric joins (network ofi), can; "
+                  "this group has " +
                   std::to_string(size()) + " in " + std::to_string(domains_.count()) + " over " +
                   fabric_name() + "; make a new group",
               {rank(), -1, call, 0, 0, 0});
