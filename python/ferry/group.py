@@ -315,7 +315,8 @@ class Group:
         """Collective. Carries every token to the ranks that its route names, one copy a rank.
 
         Args:
-            x: [T, H] dense, any dtype, row bytes a multiple of 16; H and dtype as on all ranks.
+            x: [T, H] dense, f32, bf16, f16, e4m3, e5m2, i32, i64 or u8, row bytes a multiple of 16;
+                H and dtype as on all ranks.
             plan: of this group, for the same T.
             topk_idx: instead of a plan, as `plan` takes it: the plan is made on the way and is in
                 the result. On GPUs faster than two calls.
