@@ -364,7 +364,7 @@ const HostVault::Source& HostVault::source_of(std::int64_t key) const {
   if (agreed_ == 0 || engine_.step() != agreed_ - 1) {
     refuse("get", "vault",
            agreed_ == 0
-               ? std::string("one without a version")
+               ? std::string("one without a version, as recover found none")
                : "one in which step " + std::to_string(agreed_ - 1) +
                      " was recovered, after commit of step " + std::to_string(engine_.step()),
            "get between recover and commit");
