@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ferry/group.hpp"
+#include "ferry/stream.hpp"
 #include "ferry/tensor.hpp"
 
 namespace ferry {
@@ -19,7 +20,7 @@ class VaultEngine;
 /// for example the weights and the moments of one expert.
 struct VaultPart {
   std::int64_t key = 0;
-  ConstTensorView tensor{};  ///< dense, in CPU memory
+  ConstTensorView tensor{};  ///< dense, in CPU memory or on the group's GPU
   /// What `get` must say again, at most 103 characters; empty: dtype and shape of the tensor. For
   /// elements that Ferry has no dtype for.
   std::string type{};
@@ -33,7 +34,8 @@ struct VaultTarget {
 
 /// Versions of the state of all ranks of a group. What a rank puts lies in the registered memory of
 /// the next rank of the view, which keeps it when the rank dies; in a group of several domains a
-/// copy lies in the next domain, so that a host may vanish. On all ranks:
+/// copy lies in the next domain, so that a host may vanish. In a group on GPUs it lies in CPU memory
+/// of its host, so it outlives the process and its GPU's memory. On all ranks:
 ///
 ///   1. `recover` once at first, and after each `Group::regroup`, also in a process that joined. It
 ///      says which version all have whole; each rank takes its tensors from there with `get`.
@@ -68,13 +70,17 @@ class Vault {
   /// and this rank's next `commit`. Throws Error(invalid_argument) unless there are as many tensors
   /// as parts, of their types and sizes, and for a key of another domain that `recover` was not
   /// given.
-  void get(std::int64_t key, std::span<const VaultTarget> into) const;
+  /// Tensors on the GPU: the copies come after what is on `stream`, as in `put`.
+  void get(std::int64_t key, std::span<const VaultTarget> into,
+           const Stream* stream = nullptr) const;
   /// Copies the tensors to the rank that keeps them: one pass over their bytes. Not collective, and
   /// waits for nobody. In several domains it is collective: it copies them here, then to the
   /// keeper, and returns when the copies that this rank keeps have come. `step` is the one that was
   /// committed last, or 0 before any. Throws Error(exhausted) when they are more than
   /// version_bytes.
-  void put(std::uint64_t step, std::span<const VaultPart> parts);
+  /// `stream`: of tensors on the GPU, which are copied after what is on it now (null: at once);
+  /// the copies have ended on return. Not one that is captured into a graph.
+  void put(std::uint64_t step, std::span<const VaultPart> parts, const Stream* stream = nullptr);
 
   /// Of a version with these parts: 64 + Σ (128 + bytes rounded up to 64).
   static std::size_t bytes_of(std::span<const VaultPart> parts);

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ferry import _ferry
-from ferry.arguments import INT32_MAX, describe, flag, integer, loaded, number, refuse, tensor_words
-from ferry.tensors import NUMPY, array, storage_of, view
+from ferry.arguments import INT32_MAX, describe, flag, integer, number, refuse, tensor_words
+from ferry.tensors import NUMPY, array, on_gpu, storage_of, view
 
 
 def _elements(name: str, values: Any, expected: str) -> Sequence[Any]:
@@ -35,6 +35,7 @@ class ExpertPlacement:
             integer("ExpertPlacement: ranks", ranks, 1, INT32_MAX),
             integer("ExpertPlacement: slots", slots, 1, INT32_MAX),
         )
+        self._on_gpu: tuple[Any, list[Any]] | None = None  # table of copies, and of what it is
 
     @property
     def experts(self) -> int:
@@ -86,15 +87,30 @@ class ExpertPlacement:
         spread over the copies of an expert. masked: as `LatencyExchange.masked` says, [ranks];
         copies there get no tokens, and ranks may differ in it.
 
-        Raises `InvalidArgumentError` for a route to an expert of which no other copy is left.
+        Raises `InvalidArgumentError` for a route to an expert of which no other copy is left. Of
+        routes on a GPU nothing is read here: then `Group.plan` refuses it.
         """
-        raw, like = view("places: topk_idx", topk_idx, expected="i64 or i32")
         without = []
         if masked is not None:
             given = _elements("places: masked", masked, "a bool for each rank, or None")
             without = [flag("places: masked", each) for each in given]
         who = integer("places: rank", rank, 0, self.ranks - 1)
+        if on_gpu(topk_idx):
+            return self._places_on_gpu(topk_idx, who, without)
+        raw, like = view("places: topk_idx", topk_idx, expected="i64 or i32")
         return array(self._raw.places(raw, who, without), like)
+
+    def _places_on_gpu(self, topk_idx: Any, rank: int, masked: list[bool]) -> Any:
+        from ferry import torch_places
+
+        if masked and len(masked) != self.ranks:
+            refuse("places: masked", f"{len(masked)} ranks", f"{self.ranks}, or none")
+        of = (self.digest, tuple(masked), topk_idx.device)
+        if self._on_gpu is None or self._on_gpu[0] != of:
+            held_by = [self.held_by(each) for each in range(self.ranks)]
+            made = torch_places.copy_table(held_by, self.experts, masked)
+            self._on_gpu = of, [each.to(topk_idx.device) for each in made]
+        return torch_places.place_copies(topk_idx, rank, *self._on_gpu[1])
 
     def __repr__(self) -> str:
         return (
@@ -206,7 +222,7 @@ class BatchBalancer:
 
     def counts(self, topk_idx: Any) -> Any:
         """i32 [experts]: how many slots of the routes, i64 or i32 [T, K], name each expert."""
-        if _on_gpu(topk_idx):
+        if on_gpu(topk_idx):
             from ferry import torch_places
 
             return torch_places.count(topk_idx, self.experts)
@@ -225,7 +241,7 @@ class BatchBalancer:
         Counts of one of the last 64 batches that differ get the plan that it had. again: that must
         be so, as this is a batch that activation checkpointing computes once more. Raises
         `InvalidArgumentError` where there is none."""
-        if _on_gpu(counts):
+        if on_gpu(counts):
             counts = counts.cpu()
         self._raw.plan(view("plan: counts", counts, expected="i32")[0], flag("plan: again", again))
 
@@ -244,7 +260,7 @@ class BatchBalancer:
         order. Raises `InvalidArgumentError` before `fetching` or `fetched`: no token goes to a copy
         that may be missing."""
         rank = integer("places: rank", rank, 0, self.ranks - 1)
-        if _on_gpu(topk_idx):
+        if on_gpu(topk_idx):
             import torch
 
             from ferry import torch_places
@@ -266,8 +282,3 @@ class BatchBalancer:
         return (
             f"ferry.BatchBalancer({self.experts} experts, {self.ranks} ranks, {self.slots} slots)"
         )
-
-
-def _on_gpu(x: Any) -> bool:
-    torch = loaded("torch")
-    return torch is not None and isinstance(x, torch.Tensor) and x.is_cuda

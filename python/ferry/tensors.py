@@ -155,6 +155,12 @@ def optional_view(name: str, value: Any, *rules: Any, **more: Any) -> _ferry.Vie
     return None if value is None else view(name, value, *rules, **more)[0]
 
 
+def on_gpu(value: Any) -> bool:
+    """Whether it is a tensor of torch on a GPU."""
+    torch = loaded("torch")
+    return torch is not None and isinstance(value, torch.Tensor) and bool(value.is_cuda)
+
+
 def _check_place(name: str, kind: str, index: int | None, place: Place | None) -> None:
     """Refuse a tensor that lies elsewhere than the group works."""
     if place is None:

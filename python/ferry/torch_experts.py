@@ -65,7 +65,7 @@ class ExpertParallel(nn.Module):
         placement: where the experts of the layer are when they may move, as after `Group.regroup`:
             topk_idx names its experts, and `group` has experts=group.size * placement.slots.
             Parameters of `experts` are [slots, ...], and it is called with as many entries. Assign
-            a new one at any time between steps, the same on all ranks. On CPUs, without balance and
+            a new one at any time between steps, the same on all ranks. Without balance and
             decode_tokens. After each backward: `sum_copies`.
     """
 

@@ -22,8 +22,6 @@ def checked(placement: ExpertPlacement, group: Group) -> ExpertPlacement:
     """One that fits the group."""
     call = "ExpertParallel: placement"
     instance(call, placement, ExpertPlacement, "a ferry.ExpertPlacement, or None")
-    if group.device != "cpu":
-        refuse(call, f"a group on {group.device}", "one on CPUs, so far")
     ranks, slots = placement.ranks, placement.slots
     if (ranks, ranks * slots) != (group.size, group.experts):
         expected = f"ranks={group.size} and {group.experts} places in all, as the group has experts"
@@ -53,12 +51,14 @@ def sum_copies(group: Group, placement: ExpertPlacement, experts: nn.Module) -> 
     most = max(map(len, copies.values()), default=1)
     mine = placement.held_by(group.rank)
     busy = [slot for slot, expert in enumerate(mine) if expert in copies]
-    routes = torch.full((len(busy), most), -1)
+    routes = torch.full((len(busy), most), -1, dtype=torch.int64)
     for i, slot in enumerate(busy):
         places = copies[mine[slot]]
         routes[i, : len(places)] = torch.tensor(places)
+    routes = routes.to(group.device)
     # Before anything is refused, so that ranks which differ all learn of it. By rows of a copy.
     plans = {1: group.plan(routes, placement_digest=_digest(placement, experts))}
+    plans[1].recv_rows()
     if not copies:
         return
     for name, parameter in experts.named_parameters():
@@ -72,7 +72,7 @@ def sum_copies(group: Group, placement: ExpertPlacement, experts: nn.Module) -> 
             parameter.grad = torch.zeros_like(parameter)
         width = parameter[0].numel()
         rows = -(-width // _ROW)
-        sent = torch.zeros(len(busy), rows * _ROW)
+        sent = torch.zeros(len(busy), rows * _ROW, device=group.device)
         storage_of(f"sum_copies: gradient of {name}", parameter.grad)
         sent[:, :width] = parameter.grad[busy].reshape(len(busy), width)
         if rows not in plans:

@@ -38,6 +38,50 @@ def place(topk_idx: Tensor, experts: int, shares: Tensor) -> Tensor:
     return torch.where((ids < -1) | (ids >= experts), NO_EXPERT, made).view(topk_idx.shape)
 
 
+def copy_table(
+    held_by: list[list[int]], experts: int, masked: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """Of an `ExpertPlacement`: i64 [experts, most] places of the copies, ascending, then
+    NO_EXPERT; and i64 [experts] how many there are. Copies on masked ranks are left out."""
+    slots = len(held_by[0])
+    places: list[list[int]] = [[] for _ in range(experts)]
+    for rank, held in enumerate(held_by):
+        for slot, expert in enumerate(held):
+            if expert >= 0 and not (masked and masked[rank]):
+                places[expert].append(rank * slots + slot)
+    most = max(1, *map(len, places))
+    rows = [each + [NO_EXPERT] * (most - len(each)) for each in places]
+    return torch.tensor(rows), torch.tensor([len(each) for each in places])
+
+
+def place_copies(topk_idx: Tensor, rank: int, copies: Tensor, counts: Tensor) -> Tensor:
+    """i64 [T, K]: of `ExpertPlacement.places`, by its `copy_table` on the same device."""
+    ids = _checked("places", topk_idx)
+    key = _key(ids, len(copies)).clamp(min=0)
+    token = torch.arange(len(ids), device=ids.device)[:, None]
+    chosen = _spread(token, rank).expand(ids.shape) % counts[key].clamp(min=1)
+    made = torch.where(ids == -1, -1, copies[key, chosen])
+    return torch.where((ids < -1) | (ids >= len(copies)), NO_EXPERT, made)
+
+
+def _spread(token: Tensor, rank: int) -> Tensor:
+    """What core/experts/expert_table.hpp, copy_for, takes the remainder of; products wrap."""
+    x = token * _wrapped(0x9E3779B97F4A7C15) + _wrapped(rank * 0xD1B54A32D192ED03)
+    x = (x ^ _shifted(x, 30)) * _wrapped(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _wrapped(0x94D049BB133111EB)
+    return _shifted(x, 32)
+
+
+def _wrapped(value: int) -> int:
+    """The i64 of these low 64 bits."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """To the right, of unsigned numbers."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
 def _key(ids: Tensor, experts: int) -> Tensor:
     """-1 for each that is no expert."""
     return torch.where((ids < 0) | (ids >= experts), -1, ids.long())

@@ -8,7 +8,8 @@ from typing import Any
 from ferry import _ferry
 from ferry.arguments import INT64_MAX, UINT64_MAX, describe, instance, integer, loaded, refuse
 from ferry.group import Group
-from ferry.tensors import view
+from ferry.streams import CPU, Place
+from ferry.tensors import on_gpu, view
 
 
 def _of_torch(name: str, tensor: Any, torch: Any) -> tuple[Any, str]:
@@ -44,8 +45,13 @@ def _of_numpy(name: str, array: Any, numpy: Any) -> tuple[Any, str]:
     return numpy.asarray(array).reshape(-1).view(numpy.uint8), dtype.name
 
 
-def _bytes_of(name: str, tensor: Any, writable: bool) -> tuple[_ferry.View, str]:
-    """The bytes of a dense tensor of any dtype as u8, and its dtype and shape in words."""
+def _bytes_of(
+    name: str, tensor: Any, writable: bool, place: Place | None
+) -> tuple[_ferry.View, str]:
+    """The bytes of a dense tensor of any dtype as u8, and its dtype and shape in words.
+
+    place: of tensors on GPUs; None: any, and nothing is copied.
+    """
     torch = loaded("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         plain, dtype = _of_torch(name, tensor, torch)
@@ -54,23 +60,34 @@ def _bytes_of(name: str, tensor: Any, writable: bool) -> tuple[_ferry.View, str]
         if numpy is None or not isinstance(tensor, numpy.ndarray):
             refuse(name, describe(tensor), "an array of NumPy or torch")
         plain, dtype = _of_numpy(name, tensor, numpy)
-    raw, _ = view(name, plain, None, writable)
+    where = place if place is None or on_gpu(tensor) else CPU
+    raw, _ = view(name, plain, None, writable, place=where)
     return raw, f"{dtype}{list(tensor.shape)}"
 
 
-def _parts(call: str, key: Any, tensors: Any, writable: bool = False) -> list[_ferry.VaultPart]:
+def _several(tensors: Any) -> Sequence[Any]:
+    return tensors if isinstance(tensors, (list, tuple)) else [tensors]
+
+
+def _parts(
+    call: str, key: Any, tensors: Any, place: Place | None, writable: bool = False
+) -> list[_ferry.VaultPart]:
     number = integer(f"{call}: key", key, -INT64_MAX, INT64_MAX)
-    several = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    name = f"{call}: key {number}, tensor"
     return [
-        _ferry.VaultPart(number, *_bytes_of(f"{call}: key {number}, tensor {i}", each, writable))
-        for i, each in enumerate(several)
+        _ferry.VaultPart(number, *_bytes_of(f"{name} {i}", each, writable, place))
+        for i, each in enumerate(_several(tensors))
     ]
 
 
-def _all_parts(call: str, tensors: Any) -> list[_ferry.VaultPart]:
+def _all_parts(call: str, tensors: Any, place: Place | None) -> list[_ferry.VaultPart]:
+    return [part for key, each in tensors.items() for part in _parts(call, key, each, place)]
+
+
+def _checked(call: str, tensors: Any) -> Mapping[int, Any]:
     if not isinstance(tensors, Mapping):
         refuse(f"{call}: tensors", describe(tensors), "a dict from keys to tensors")
-    return [part for key, each in tensors.items() for part in _parts(call, key, each)]
+    return tensors
 
 
 class Vault:
@@ -89,8 +106,10 @@ class Vault:
     and as much again on the keeper of a lost rank as long as its state is kept. The memory grows if
     need be. A rank that dies together with the one that keeps its state takes it along.
 
-    Tensors are arrays of NumPy or torch in CPU memory, dense and contiguous, of any dtype whose
-    elements are plain bytes in this machine's order; no fields, masks, scales, or lazy views. One
+    Tensors are arrays of NumPy or torch, dense and contiguous, of any dtype whose elements are
+    plain bytes in this machine's order; no fields, masks, scales, or lazy views. They lie in CPU
+    memory or, in a group on GPUs, on the rank's GPU; what was put lies in CPU memory there, too,
+    and outlives the process and its GPU's memory. One
     vault a group, whose versions a new object of the same version_bytes takes up when this one is
     dropped; and where groups can `regroup`: others raise `UnsupportedError`.
 
@@ -99,7 +118,7 @@ class Vault:
     """
 
     def __init__(self, group: Group, version_bytes: int) -> None:
-        group = instance("Vault: group", group, Group, "a ferry.Group")
+        self._group = group = instance("Vault: group", group, Group, "a ferry.Group")
         self._raw = _ferry.Vault(
             group._raw, integer("Vault: version_bytes", version_bytes, 0, INT64_MAX)
         )
@@ -107,7 +126,7 @@ class Vault:
     @staticmethod
     def bytes_of(tensors: Mapping[int, Any]) -> int:
         """Of a version: 64 + the sum of 128 + its bytes, rounded up to 64, of each tensor."""
-        return _ferry.Vault.bytes_of(_all_parts("bytes_of", tensors))
+        return _ferry.Vault.bytes_of(_all_parts("bytes_of", _checked("bytes_of", tensors), None))
 
     def recover(self, wanted: Iterable[int] = ()) -> int | None:
         """Collective. The newest step for which all ranks, those lost since too, have put all they
@@ -129,22 +148,39 @@ class Vault:
         """The keys of the version that `recover` named, of all ranks, ascending."""
         return self._raw.keys()
 
-    def get(self, key: int, out: Any | Sequence[Any]) -> None:
+    def _place(self, call: str, stream: Any, tensors: Iterable[Any]) -> Place:
+        """Of the tensors that lie on the GPU. When the call returns they are read or written."""
+        main = next((each for each in tensors if on_gpu(each)), None)
+        place = self._group._streams.place(call, stream, main)
+        unordered = main is None and stream is None
+        return Place(place.gpu, None if unordered else place.stream, ordered=True)
+
+    def get(self, key: int, out: Any | Sequence[Any], *, stream: Any = None) -> None:
         """Copies the tensors of a key of that version into `out`, one or a list, whichever rank has
         put them; this rank's own first, else the lowest's (of its own domain, if one there has
         any). Not collective; between `recover` and this rank's next `commit`. Raises
         `InvalidArgumentError` unless they are as many, of the same dtypes and shapes, and for a key
-        of another domain that `recover` was not given."""
-        number = integer("get: key", key, -INT64_MAX, INT64_MAX)
-        self._raw.get(number, _parts("get", number, out, True))
+        of another domain that `recover` was not given.
 
-    def put(self, step: int, tensors: Mapping[int, Any]) -> None:
+        stream: as of `put`.
+        """
+        number = integer("get: key", key, -INT64_MAX, INT64_MAX)
+        place = self._place("get", stream, _several(out))
+        self._raw.get(number, _parts("get", number, out, place, True), place.stream)
+
+    def put(self, step: int, tensors: Mapping[int, Any], *, stream: Any = None) -> None:
         """Copies tensors to the rank that keeps them: one pass over their bytes. Not collective,
         and waits for nobody. In several domains it is collective: it copies them here, then to the
         keeper, and returns when the copies that this rank keeps have come.
 
         step: the one that was committed last, or 0 before any. tensors: from keys to a tensor or a
         list of them, for example {expert: [weights, momentum]}. Raises `ExhaustedError` when they
-        are more than version_bytes.
+        are more than version_bytes. stream: of tensors on a GPU, which are copied after what is on
+        it now; None: torch's current stream. They are copied when the call returns, so it waits for
+        what computes them. No stream that is captured into a graph.
         """
-        self._raw.put(integer("put: step", step, 0, UINT64_MAX), _all_parts("put", tensors))
+        number = integer("put: step", step, 0, UINT64_MAX)
+        given = _checked("put", tensors)
+        each = (one for several in given.values() for one in _several(several))
+        place = self._place("put", stream, each)
+        self._raw.put(number, _all_parts("put", given, place), place.stream)

@@ -158,7 +158,8 @@ SLOTS = 4  # two ranks have places for all experts, three have some for copies
 def placed_layer(group: ferry.Group, ranks: list[int]) -> ft.ExpertParallel:
     placement = ferry.ExpertPlacement(experts=EXPERTS, ranks=group.size, slots=SLOTS)
     placement.balance(ranks)
-    layer = ft.ExpertParallel(group, Experts(torch.zeros(SLOTS, HIDDEN)), placement=placement)
+    (empty,) = on(group, torch.zeros(SLOTS, HIDDEN))
+    layer = ft.ExpertParallel(group, Experts(empty), placement=placement)
     fill(layer)
     return layer
 
@@ -185,15 +186,15 @@ def placed_step(layer: ft.ExpertParallel, ranks: list[int], leaves: str = "") ->
             group.destroy()
             return False
         if call == "forward":
-            y = layer(*given)
+            y = layer(*on(group, *given))
         elif call == "backward":
             y.sum().backward()
         else:
             layer.sum_copies()
-    assert torch.equal(y, expected)
+    assert torch.equal(y.cpu(), expected)
     assert all_tables.grad is not None
     for expert, (table,) in layer.held(layer.experts.tables.grad).items():
-        assert torch.equal(table, all_tables.grad[expert])
+        assert torch.equal(table.cpu(), all_tables.grad[expert]), f"expert {expert}"
     return True
 
 

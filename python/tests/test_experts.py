@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from gpus import needs_gpu
 from rank_threads import run_threads
 
 import ferry
+from ferry import torch_places
 
 
 def test_routes_become_places_of_their_framework() -> None:
@@ -20,6 +22,34 @@ def test_routes_become_places_of_their_framework() -> None:
     same = placement.places(torch.from_numpy(routes), 1)
     assert isinstance(same, torch.Tensor) and same.tolist() == places.tolist()
     assert repr(placement) == "ferry.ExpertPlacement(5 experts, 3 ranks, 2 slots)"
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+)
+def test_places_by_operators_of_torch_are_the_same(device: str) -> None:
+    random = np.random.default_rng(20261128)
+    placement = ferry.ExpertPlacement(experts=7, ranks=5, slots=3)
+    placement.balance([0, 2, 3, 4], random.random(7), copies=1)
+    routes = torch.from_numpy(random.integers(-1, 7, (4000, 4)))
+    masked = [False, False, True, False, False]
+    for without in ([], masked):
+        held_by = [placement.held_by(rank) for rank in range(5)]
+        table = torch_places.copy_table(held_by, 7, without)
+        lacking = torch.tensor([expert for expert in range(7) if table[1][expert] == 0])
+        reached = torch.where(torch.isin(routes, lacking), -1, routes)
+        assert (table[1] > 1).any() and len(lacking) == (2 if without else 0)
+        for rank in (0, 3):
+            wanted = placement.places(reached, rank, masked=without or None)
+            if device == "cuda":
+                got = placement.places(reached.cuda(), rank, masked=without or None)
+            else:
+                got = torch_places.place_copies(reached.int(), rank, *table)
+            assert got.dtype == torch.int64 and torch.equal(got.cpu(), wanted), (without, rank)
+    assert torch_places.place_copies(torch.tensor([[7], [-2]]), 0, *table).tolist() == [
+        [torch_places.NO_EXPERT],
+        [torch_places.NO_EXPERT],
+    ]
 
 
 def test_masked_ranks_get_no_tokens() -> None:

@@ -1,4 +1,4 @@
-"""A process takes the place of a rank that died, on either engine."""
+"""A process takes the place of a rank that died, and has its state, on either engine."""
 
 from __future__ import annotations
 
@@ -35,6 +35,44 @@ def one_step(group: Any, view: Any, step: int, device: Any) -> None:
     assert torch.equal(sums.cpu(), (copies * value)[:, None].expand(40, HIDDEN))
 
 
+class State:
+    """What each rank has after a step, on its device and on the CPU, in a vault."""
+
+    def __init__(self, group: Any, device: Any) -> None:
+        self.group, self.device = group, device
+        self.vault = ferry.Vault(group, ferry.Vault.bytes_of({0: self.of(0, 0)}))
+
+    def of(self, rank: int, step: int) -> list[Any]:
+        import torch
+
+        value = 100.0 * step + rank
+        return [
+            torch.full((300, 5), value, device=self.device, dtype=torch.bfloat16),
+            torch.full((3,), value, dtype=torch.float64),
+            torch.tensor([step % 2 == 0], device=self.device),
+        ]
+
+    def put(self, step: int) -> None:
+        self.vault.put(step, {self.group.rank: self.of(self.group.rank, step)})
+
+    def settle(self, lost: list[int]) -> int:
+        """The step that all go on from, which is whole, that of `lost` too."""
+        import torch
+
+        step = self.vault.recover()
+        if step is None:
+            self.put(0)
+            return 0
+        assert set(self.vault.keys()) >= {*self.group.view().ranks} - {*self.group.view().joined}
+        assert set(self.vault.keys()) >= {*lost}, (self.vault.keys(), lost)
+        for key in self.vault.keys():
+            out = self.of(99, 99)
+            self.vault.get(key, out)
+            for i, (got, put) in enumerate(zip(out, self.of(key, step), strict=True)):
+                assert torch.equal(got, put), f"key {key}, tensor {i}, step {step}: {got} {put}"
+        return step
+
+
 def train(rank: int, port: int, kind: str, joins: bool, told: Any) -> None:
     import torch
 
@@ -51,19 +89,24 @@ def train(rank: int, port: int, kind: str, joins: bool, told: Any) -> None:
     )
     view = group.view()
     assert view.joined == ([VICTIM] if joins else [])
-    step, back = view.step + 1, joins
-    while step <= LAST or not back:
+    state, changed, back = State(group, device), True, joins
+    step, lost = 0, list[int]()
+    while changed or step <= LAST or not back:
         if rank == VICTIM and step == DIES_AT and not joins:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
+            if changed:
+                step, changed, lost = state.settle(lost) + 1, False, []
             one_step(group, view, step, device)
-            if group.commit(step):
-                view, back = group.regroup(), True
+            one_waits = group.commit(step)
+            state.put(step)
+            if one_waits:
+                view, back, changed = group.regroup(), True, True
                 assert (view.joined, view.lost, view.step) == ([VICTIM], [], step)
             step += 1
         except (ferry.PeerFailedError, ferry.DeadlineExceededError):
-            view = group.regroup()
-            step, back = view.step + 1, back or VICTIM in view.joined
+            view, changed, lost = group.regroup(), True, [VICTIM]
+            back = back or VICTIM in view.joined
     group.barrier()
     faulthandler.cancel_dump_traceback_later()
     told.put((rank, joins, view.ranks, view.epoch >= 3))

@@ -37,11 +37,11 @@ std::optional<std::uint64_t> Vault::recover(std::span<const std::int64_t> wanted
 std::vector<std::int64_t> Vault::keys() const {
   return there(engine_, "keys").keys();
 }
-void Vault::get(std::int64_t key, std::span<const VaultTarget> into) const {
-  there(engine_, "get").get(key, into);
+void Vault::get(std::int64_t key, std::span<const VaultTarget> into, const Stream* stream) const {
+  there(engine_, "get").get(key, into, stream);
 }
-void Vault::put(std::uint64_t step, std::span<const VaultPart> parts) {
-  there(engine_, "put").put(step, parts);
+void Vault::put(std::uint64_t step, std::span<const VaultPart> parts, const Stream* stream) {
+  there(engine_, "put").put(step, parts, stream);
 }
 
 std::size_t Vault::bytes_of(std::span<const VaultPart> parts) {

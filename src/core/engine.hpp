@@ -44,8 +44,9 @@ class VaultEngine {
   virtual ~VaultEngine() = default;
   virtual std::optional<std::uint64_t> recover(std::span<const std::int64_t> wanted) = 0;
   virtual std::vector<std::int64_t> keys() const = 0;
-  virtual void get(std::int64_t key, std::span<const VaultTarget> into) const = 0;
-  virtual void put(std::uint64_t step, std::span<const VaultPart> parts) = 0;
+  virtual void get(std::int64_t key, std::span<const VaultTarget> into,
+                   const Stream* stream) const = 0;
+  virtual void put(std::uint64_t step, std::span<const VaultPart> parts, const Stream* stream) = 0;
 };
 
 /// The second half of a call that was made with a hook.
@@ -124,7 +125,7 @@ inline GroupView Engine::regroup() {
 }
 inline std::shared_ptr<VaultEngine> Engine::make_vault(std::size_t /*version_bytes*/) {
   throw Error(ErrorKind::unsupported,
-              "Vault: groups with backend host can have one, this one has backend cuda");
+              "Vault: with backend cuda groups in one domain can have one, this one has several");
 }
 inline bool Engine::commit(std::uint64_t /*step*/) {
   throw Error(

@@ -61,16 +61,14 @@ Channel::Channel(std::shared_ptr<Memory> memory, const GroupConfig& config,
 void Channel::swap(const char* stage, const StepMessage& head, std::span<const std::byte> body) {
   std::memcpy(outgoing_.data(), &head, sizeof(head));
   if (!body.empty()) std::memcpy(outgoing_.data() + sizeof(head), body.data(), body.size());
-  const Generation g = generation() + 1;
-  generation_.store(g, std::memory_order_relaxed);
+  const Generation g = next_swap();
   swap_.post_all(reach_, g, outgoing_.data(), 0, round_up(sizeof(head) + body.size(), kLineBytes));
   await_swap(stage);
 }
 
 void Channel::swap(const char* stage, const StepMessage& head, const WriteBody& write) {
   std::memcpy(outgoing_.data(), &head, sizeof(head));
-  const Generation g = generation() + 1;
-  generation_.store(g, std::memory_order_relaxed);
+  const Generation g = next_swap();
   for (int i = 0; i < size_; ++i) {
     const int peer = (rank_ + i) % size_;  // each starts elsewhere
     if (!has(peer)) continue;
@@ -80,20 +78,27 @@ void Channel::swap(const char* stage, const StepMessage& head, const WriteBody& 
   await_swap(stage);
 }
 
+Generation Channel::next_swap() {
+  if (beside_calls_) return ++swapped_;
+  swapped_ = generation() + 1;
+  generation_.store(swapped_, std::memory_order_relaxed);
+  return swapped_;
+}
+
 void Channel::await_swap(const char* stage) {
-  const Generation g = generation();
+  const Generation g = swapped_;
   const Awaited awaited{{control_.data + layout_.swap_flags, kLineBytes, size_, live_.data()}, g};
   await(stage, awaited, [&](GroupWatch& watch) { return swap_.await(g, watch); });
 }
 
 StepMessage Channel::head(int source) const {
   StepMessage message;
-  std::memcpy(&message, swap_.message(source, generation()), sizeof(message));
+  std::memcpy(&message, swap_.message(source, swapped_), sizeof(message));
   return message;
 }
 
 const std::byte* Channel::body(int source) const {
-  return swap_.message(source, generation()) + sizeof(StepMessage);
+  return swap_.message(source, swapped_) + sizeof(StepMessage);
 }
 
 std::byte* Channel::checked(const char* stage, int peer, fabric::Address address,
@@ -158,6 +163,8 @@ void Channel::begin_epoch(const Epoch& epoch) {
   ranks_ = epoch.ranks;
   deaths_ = epoch.deaths;
   generation_.store(epoch.first - 1, std::memory_order_relaxed);
+  constexpr int kSwapsOfOneEpoch = 32;  // bits
+  if (beside_calls_) swapped_ = epoch.number << kSwapsOfOneEpoch;
   // What crossed in the epoch before may have been counted on one side alone.
   const std::uint64_t chunks = protocol::Chunks<>::before(epoch.number);
   std::fill(chunks_sent_.begin(), chunks_sent_.end(), chunks);

@@ -190,6 +190,9 @@ class Channel {
   Error late(const char* stage, int peer, std::uint64_t expected, std::uint64_t seen);
   /// Whether this rank waits for peers now, for their blame. To be said at least every 100 ms.
   void beat(bool waiting);
+  /// Said once, before any swap: calls are no swaps, and `count` says how many there were. Swaps are
+  /// numbered by themselves, anew in each epoch.
+  void swap_beside_calls() { beside_calls_ = true; }
   /// How many calls there were, for messages and failure broadcasts.
   void count(Generation generation) { generation_.store(generation, std::memory_order_relaxed); }
 
@@ -236,6 +239,7 @@ class Channel {
 
  private:
   friend class GroupWatch;
+  Generation next_swap();
   void await_swap(const char* stage);
   /// As `die`, without telling the log. False: it is dead already.
   bool mark_dead(const Error& error, bool for_good);
@@ -276,6 +280,8 @@ class Channel {
   int size_;
   FabricReach reach_;
   std::atomic<Generation> generation_{0};  // written by the thread whose turn it is
+  Generation swapped_ = 0;                 // the last swap, of the same thread
+  bool beside_calls_ = false;              // or the same as `generation_`
   std::atomic<Generation> since_{0};       // the least that a broadcast of this epoch can have
   std::vector<int> ranks_;
   std::vector<std::uint8_t> live_;  // [R]

@@ -15,6 +15,7 @@
 #include "cuda/throughput/exchange.hpp"
 #include "cuda/throughput/gpu_page.hpp"
 #include "cuda/throughput/regroup.hpp"
+#include "cuda/throughput/vault.hpp"
 #include "engine/regions.hpp"
 
 namespace ferry::cuda {
@@ -22,8 +23,23 @@ namespace ferry::cuda {
 using namespace std::chrono_literals;
 using std::to_string;
 
+ControlLayout offer_layout(int ranks) {
+  ControlLayout layout =
+      make_control_layout(ranks, sizeof(StepMessage) + fabric::kMaxHandleBytes);
+  const auto sources = static_cast<std::size_t>(ranks);
+  Carver carver{layout.bytes};
+  layout.swap_flags = carver.take(sources * kLineBytes);
+  layout.delivered = carver.take(sources * kLineBytes);
+  layout.mailbox = carver.take(2 * sources * layout.message_bytes);
+  layout.bytes = round_up(carver.end, 4096);
+  return layout;
+}
+
 ControlLayout cpu_layout(int ranks) {
-  return make_control_layout(ranks, sizeof(StepMessage) + fabric::kMaxHandleBytes);
+  ControlLayout layout =
+      make_control_layout(ranks, sizeof(StepMessage) + fabric::kMaxHandleBytes);
+  layout.bytes = offer_layout(ranks).bytes;
+  return layout;
 }
 
 std::size_t cpu_control_bytes(const GroupConfig& config, int ranks) {
@@ -46,10 +62,11 @@ CudaEngine::CudaEngine(const GroupConfig& config, Parts parts)
       parts_(std::move(parts)),
       placement_{config.experts, parts_.cpu->fabric->size()},
       channel_(parts_.cpu, config_, parts_.cpu_control, cpu_layout(placement_.ranks)),
-      segments_(channel_, parts_.cpu_control, cpu_layout(placement_.ranks)),
+      segments_(channel_, parts_.cpu_control, offer_layout(placement_.ranks)),
       tuner_(config_, placement_.ranks),
       clock_(parts_.gpu->device()),
       now_(channel_.rank(), channel_.size()) {
+  channel_.swap_beside_calls();
   constexpr std::size_t kCalls = 256;  // records of calls in flight or kept by events
   const std::size_t slot =
       round_up(sizeof(HostCounts), 16) + count_words(placement_, rank()) * sizeof(std::int32_t);
@@ -373,6 +390,47 @@ bool CudaEngine::commit(std::uint64_t step) {
   return reinterpret_cast<const CallSlot*>(slot.get())->any_waits != 0;
 }
 
+void CudaEngine::check_can_regroup(const char* call) const {
+  if (engine::Regroup::possible(*parts_.cpu, false)) return;
+  throw Error(ErrorKind::unsupported,
+              std::string(call) + ": at most " + to_string(engine::Regroup::Traits::kSeats) +
+                  " ranks on one host can; this group has " + to_string(size()) + " over " +
+                  fabric_name() + "; make a new group",
+              {rank(), -1, call, 0, 0, 0});
+}
+
+std::unique_lock<std::timed_mutex> CudaEngine::take_turn(const std::function<void()>& check) {
+  constexpr auto kPollPeriod = 40ms;
+  std::unique_lock turn(turn_, std::defer_lock);
+  while (!turn.try_lock_for(kPollPeriod)) {
+    check();
+    if (config_.on_wait) config_.on_wait();
+  }
+  return turn;
+}
+
+void CudaEngine::await_calls(const char* call) {
+  const OnDevice here(device().index);
+  if (drain(config_.deadline)) return;
+  throw Error(ErrorKind::deadline,
+              "rank " + to_string(rank()) + ": " + call + ": work on cuda:" +
+                  to_string(device().index) +
+                  " did not end within the deadline, so its calls may still run; call " + call +
+                  " again",
+              {rank(), rank(), call, channel_.generation(), 0, 0});
+}
+
+std::shared_ptr<VaultEngine> CudaEngine::make_vault(std::size_t version_bytes) {
+  check_usable("Vault");
+  check_can_regroup("Vault");
+  const auto turn = take_turn([this] { check_usable("Vault"); });
+  if (!vault_on_gpu_) {
+    await_calls("Vault");
+    vault_on_gpu_ = std::make_unique<VaultOnGpu>(*this);
+  }
+  return vault_.open(*vault_on_gpu_, version_bytes);
+}
+
 ferry::GroupView CudaEngine::regroup() {
   return EpochChange(*this).run();
 }
@@ -384,8 +442,11 @@ MemoryStats CudaEngine::memory() const {
     std::scoped_lock lock(latency_mutex_);
     for (const LatencySegment& segment : latency_segments_) latency_bytes += segment.memory.bytes;
   }
-  return {control_bytes_, memory.registered().total_bytes() + memory.local().total_bytes(),
-          memory.registered().used_bytes() + memory.local().used_bytes(), latency_bytes};
+  const engine::Arena& shared = parts_.cpu->arena;  // of a vault, in CPU memory
+  return {control_bytes_,
+          memory.registered().total_bytes() + memory.local().total_bytes() + shared.total_bytes(),
+          memory.registered().used_bytes() + memory.local().used_bytes() + shared.used_bytes(),
+          latency_bytes};
 }
 
 TimeStats CudaEngine::time() const {

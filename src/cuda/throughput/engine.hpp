@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -34,8 +35,11 @@
 #include "engine/memory.hpp"
 #include "engine/row_guess.hpp"
 #include "engine/time_swap.hpp"
+#include "engine/vault/vault.hpp"
 
 namespace ferry::cuda {
+
+class VaultOnGpu;
 
 /// What creation yields (create.cpp).
 struct Parts {
@@ -65,6 +69,8 @@ inline constexpr std::size_t kWriteBytes =
 
 /// Flags and mailboxes of the ranks' CPUs.
 ControlLayout cpu_layout(int ranks);
+/// The same of what they offer each other (SegmentExchange), behind them.
+ControlLayout offer_layout(int ranks);
 /// The same, with how processes that join reach GPU memory, or with what a tuner tells.
 std::size_t cpu_control_bytes(const GroupConfig& config, int ranks);
 
@@ -92,6 +98,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
                    const CombineOptions& options) override;
   /// Defined by latency mode (latency/engine.cpp), which is built on this engine.
   std::shared_ptr<LatencyEngine> make_latency(const LatencyConfig& config) override;
+  std::shared_ptr<VaultEngine> make_vault(std::size_t version_bytes) override;
 
   Tensor empty(const Extents& shape, Dtype dtype) override;
   bool is_registered(const void* pointer) const override;
@@ -183,6 +190,13 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
  private:
   friend class Launch;
   friend class EpochChange;
+  friend class VaultOnGpu;
+  void check_can_regroup(const char* call) const;
+  /// Of calls; `check` is asked while another thread has it.
+  std::unique_lock<std::timed_mutex> take_turn(const std::function<void()>& check);
+  /// Until all calls on their way have ended; by the thread whose turn it is. Throws
+  /// Error(deadline).
+  void await_calls(const char* call);
   void throw_untold(const char* call);
   /// What calls took that have ended, from here and from the peers.
   void take_times();
@@ -244,6 +258,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   std::unique_ptr<engine::Regroup> regroup_{};  // of the thread whose turn it is
   std::shared_ptr<EpochEnd> epoch_end_ = std::make_shared<EpochEnd>();
   Quarantine quarantine_{};
+  std::unique_ptr<VaultOnGpu> vault_on_gpu_;  // of `vault_`
+  engine::GroupVault vault_{};
   std::mutex watching_;  // the monitor looks at the group
   bool held_ = false;    // as LocalWords has it; guarded by watching_
   std::size_t control_bytes_ = 0;

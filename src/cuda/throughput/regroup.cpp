@@ -39,7 +39,9 @@ void await_device(int device, std::chrono::nanoseconds most, const std::string& 
 ferry::GroupView EpochChange::run() {
   check_possible();
   const OnDevice here(engine_.device().index);
-  const auto turn = take_turn();
+  const auto turn = engine_.take_turn([this] {
+    if (engine_.destroyed()) engine_.channel_.check_usable(kRegroup);
+  });
   end_calls();
   const std::scoped_lock paused(engine_.watching_);
   end_flights();
@@ -49,7 +51,7 @@ ferry::GroupView EpochChange::run() {
 
 void EpochChange::join(std::uint64_t ticket) {
   const OnDevice here(engine_.device().index);
-  const auto turn = take_turn();
+  const auto turn = engine_.take_turn([] {});
   find_ranks();
   go_on(membership(ticket).join());
 }
@@ -86,31 +88,14 @@ void EpochChange::find_ranks() {
 }
 
 void EpochChange::check_possible() const {
-  const int rank = engine_.rank(), size = engine_.size();
-  const auto refuse = [&](const std::string& why) {
-    throw Error(ErrorKind::unsupported, "regroup: " + why, {rank, -1, kRegroup, 0, 0, 0});
-  };
-  if (!engine::Regroup::possible(*engine_.parts_.cpu, false)) {
-    refuse("at most " + std::to_string(engine::Regroup::Traits::kSeats) +
-           " ranks on one host can; this group has " + std::to_string(size) + " over " +
-           engine_.fabric_name() + "; make a new group");
-  }
+  engine_.check_can_regroup(kRegroup);
   std::scoped_lock lock(engine_.latency_mutex_);
   if (!engine_.latency_segments_.empty()) {
-    refuse(
-        "this group, with backend cuda, has had latency exchanges, whose memory belongs to its "
-        "first epoch; make them in another group");
+    throw Error(ErrorKind::unsupported,
+                "regroup: this group, with backend cuda, has had latency exchanges, whose memory "
+                "belongs to its first epoch; make them in another group",
+                {engine_.rank(), -1, kRegroup, 0, 0, 0});
   }
-}
-
-std::unique_lock<std::timed_mutex> EpochChange::take_turn() {
-  constexpr std::chrono::milliseconds kPollPeriod(40);
-  std::unique_lock turn(engine_.turn_, std::defer_lock);
-  while (!turn.try_lock_for(kPollPeriod)) {
-    if (engine_.destroyed()) engine_.channel_.check_usable(kRegroup);
-    if (engine_.config_.on_wait) engine_.config_.on_wait();
-  }
-  return turn;
 }
 
 /// No kernel of this group runs any more, and none begins.

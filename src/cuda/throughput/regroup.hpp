@@ -2,8 +2,6 @@
 // the ranks that are left agree, then this GPU's words are those of the next epoch. Its memory, and
 // graphs that were captured, stay. Of processes that have taken places the memory is mapped.
 #pragma once
-#include <mutex>
-
 #include "engine/membership/regroup.hpp"
 #include "ferry/group.hpp"
 
@@ -20,7 +18,6 @@ class EpochChange {
 
  private:
   void check_possible() const;
-  std::unique_lock<std::timed_mutex> take_turn();
   void end_calls();
   void end_flights();
   engine::Regroup& membership(std::uint64_t ticket = 0);

@@ -299,7 +299,7 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
     head.call.latency.topk = static_cast<std::uint32_t>(config.topk);
     head.call.latency.has_masks = config.masks ? 1 : 0;
     head.call.latency.order = static_cast<std::uint32_t>(config.order);
-    engine->agree_on_validity("LatencyExchange: configuration", head, invalid);
+    engine::agree_on_validity(engine->channel(), "LatencyExchange: configuration", head, invalid);
     constexpr const char* kStage = "LatencyExchange: buffers";
     segments =
         engine->add_segments({kStage, "capacity, hidden, topk and experts", layout.bytes, 0});

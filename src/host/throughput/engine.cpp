@@ -184,71 +184,6 @@ Combined HostEngine::combine(const ConstTensorView& rows, const Plan& plan,
   return host::combine(*this, rows, plan, options);
 }
 
-void HostEngine::agree_on_validity(const char* stage, StepMessage head,
-                                   const std::optional<Error>& invalid) {
-  constexpr std::size_t kMost = 300;
-  const std::string mine =
-      invalid ? printable(invalid->what(), std::min(kMost, channel_.max_body_bytes())) : "";
-  head.status = invalid ? StepStatus::invalid : StepStatus::ok;
-  head.handle_bytes = static_cast<std::uint32_t>(mine.size());
-  channel_.swap(stage, head, std::as_bytes(std::span(mine)));
-  if (invalid) {
-    all_ranks_throw();
-    throw *invalid;
-  }
-  for (const int peer : channel_.ranks()) {
-    const StepMessage theirs = channel_.head(peer);
-    if (theirs.call.kind != head.call.kind || theirs.status != StepStatus::invalid) continue;
-    const std::string_view words(reinterpret_cast<const char*>(channel_.body(peer)),
-                                 std::min<std::size_t>(theirs.handle_bytes, kMost));
-    all_ranks_throw();
-    throw Error(ErrorKind::mismatch,
-                std::string(stage) + ": rank " + std::to_string(peer) +
-                    " was given an invalid one: " + printable(words, kMost) + " (on that rank)",
-                {rank(), peer, stage, channel_.generation(), 0, 0});
-  }
-  engine::check_same_call(channel_, stage, head.call);
-}
-
-void HostEngine::agree(const char* stage, StepMessage& head, const std::function<bool()>& prepare,
-                       const char* sized_by) {
-  while (true) {
-    if (head.status != StepStatus::too_many) {
-      head.status = prepare() ? StepStatus::ok : StepStatus::no_room;
-    }
-    channel_.swap(stage, head);
-    engine::check_same_call(channel_, stage, head.call);
-    bool room = true;
-    for (const int peer : channel_.ranks()) {
-      const StepMessage theirs = channel_.head(peer);
-      if (theirs.status == StepStatus::too_many) {
-        all_ranks_throw();
-        throw Error(ErrorKind::exhausted,
-                    std::string(stage) + ": rank " + std::to_string(peer) + " would receive " +
-                        std::to_string(theirs.need_bytes) +
-                        " rows but gave max_recv_rows (or out) = " + std::to_string(theirs.rows) +
-                        "; nothing was sent",
-                    {rank(), peer, stage, channel_.generation(), 0, 0});
-      }
-      room = room && theirs.status == StepStatus::ok;
-    }
-    if (room) return;
-    if (regroup_) regroup_->free_held();
-    const bool grow = head.status == StepStatus::no_room;
-    const AddedSegments added = add_segments({stage, sized_by, grow ? head.need_bytes : 0,
-                                              engine::grown_by(memory_->arena.total_bytes())});
-    if (added.mine.bytes == 0) continue;
-    memory_->arena.add(added.mine);
-    channel_.record().grown();
-    if (logs(LogLevel::info)) {
-      log(LogLevel::info, rank(), "grow",
-          {{"stage", stage},
-           {"bytes", added.mine.bytes},
-           {"arena_bytes", memory_->arena.total_bytes()}});
-    }
-  }
-}
-
 bool HostEngine::commit(std::uint64_t step) {
   bool one_waits = false;
   if (carrier_) channel_.lose_silent();
@@ -257,7 +192,7 @@ bool HostEngine::commit(std::uint64_t step) {
     head.call.kind = CallKind::commit;
     head.call.commit.step = step;
     head.rows = regroup_ && regroup_->one_waits() ? 1 : 0;
-    agree_on_validity("commit", head, now_.refusal_of(step));
+    engine::agree_on_validity(channel_, "commit", head, now_.refusal_of(step));
     for (const int peer : channel_.ranks()) {
       one_waits = one_waits || channel_.head(peer).rows != 0;
     }
@@ -299,10 +234,7 @@ void HostEngine::go_on_from(std::uint64_t step) {
 std::shared_ptr<VaultEngine> HostEngine::make_vault(std::size_t version_bytes) {
   channel_.check_usable("Vault");
   check_can_regroup("Vault");
-  if (!vault_.expired()) refuse("Vault", "group", "one that has a vault", "one vault a group");
-  auto vault = open_host_vault(shelves_, *this, version_bytes);
-  vault_ = vault;
-  return vault;
+  return vault_.open(*this, version_bytes);
 }
 
 void HostEngine::begin() {

@@ -23,6 +23,7 @@
 #include "engine/membership/regroup.hpp"
 #include "engine/memory.hpp"
 #include "engine/regions.hpp"
+#include "engine/vault/vault.hpp"
 #include "fabric/domains/shared_doors.hpp"
 #include "host/throughput/tuning.hpp"
 
@@ -42,7 +43,6 @@ using engine::segment_bytes;
 using protocol::Generation;
 
 class HostEngine;
-class HostVault;
 
 /// Collective: registers the control segment and the arena, and lets the peers attach.
 /// The configuration was checked and is the same on all ranks.
@@ -77,7 +77,9 @@ Tensor heap_tensor(const Extents& shape, Dtype dtype);
 /// exchange that goes on without ranks that failed. Errors of such a call leave the group as it is.
 enum class Asks { no_failure, existence };
 
-class HostEngine final : public Engine, public std::enable_shared_from_this<HostEngine> {
+class HostEngine final : public Engine,
+                         public engine::VaultGroup,
+                         public std::enable_shared_from_this<HostEngine> {
  public:
   HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config, const Domains& domains,
              const fabric::Segment& control, std::size_t body_bytes);
@@ -121,11 +123,11 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   bool destroyed() const override { return channel_.left(); }
 
   // For the jobs of this engine (dispatch.cpp, combine.cpp, latency/engine.cpp).
-  Channel& channel() { return channel_; }
-  const std::shared_ptr<Memory>& shared_memory() const { return memory_; }
+  Channel& channel() override { return channel_; }
+  const std::shared_ptr<Memory>& shared_memory() const override { return memory_; }
   const Placement& placement() const { return placement_; }
   /// The domains of the ranks of this epoch. For a call's work.
-  const Domains& topology() const { return topology_; }
+  const Domains& topology() const override { return topology_; }
   CallTuner& tuner() { return tuner_; }
 
   std::uint64_t epoch() const override { return now_.epoch(); }
@@ -133,10 +135,15 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   void begin();
   /// Of a process that takes a lost rank's place, at once after creation: waits until it is in.
   void join(std::uint64_t ticket);
-  /// The newest committed step that this rank knows.
-  std::uint64_t step() const { return now_.step(); }
-  /// A vault has the state of this step again, on all ranks: by the thread whose turn it is.
-  void go_on_from(std::uint64_t step);
+  std::shared_ptr<void> kept() override { return shared_from_this(); }
+  const engine::CurrentView& now() const override { return now_; }
+  void go_on_from(std::uint64_t step) override;
+  void in_turn(const char* call, const std::function<void()>& work) override {
+    enter(call, nullptr, work);
+  }
+  void free_held() override {
+    if (regroup_) regroup_->free_held();
+  }
   /// Throws Error(unsupported) when ranks were lost.
   void check_whole(const char* call) const { now_.check_whole(call); }
 
@@ -163,18 +170,11 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   /// Waits for a plan's counts, from inside work.
   void await_counts(const PlanState& plan);
 
-  /// Swaps `head`, whose regions `prepare` has just allocated (false: no room), until all ranks
-  /// have room, growing the arenas together in between. Throws Error(mismatch) when ranks are in
-  /// different calls and Error(exhausted) when a rank cannot take what comes; nothing has moved
-  /// then and the group can go on.
-  /// `sized_by`: the arguments that give the size of the regions.
-  void agree(const char* stage, StepMessage& head, const std::function<bool()>& prepare,
-             const char* sized_by = "rows, columns and max_recv_rows");
-
-  /// Swaps `head`, and whether this rank's arguments can be: `invalid` says why not. Then this rank
-  /// throws it and the others Error(mismatch) with its words; likewise when the calls differ.
-  /// Nothing has moved and the group can go on.
-  void agree_on_validity(const char* stage, StepMessage head, const std::optional<Error>& invalid);
+  /// engine::agree_on_room for rows.
+  void agree(const char* stage, StepMessage& head, const std::function<bool()>& prepare) {
+    engine::agree_on_room(channel_, stage, head, prepare,
+                          {*memory_, "rows, columns and max_recv_rows", [this] { free_held(); }});
+  }
 
   /// Registers one more segment on every rank that wants one, and attaches it everywhere.
   AddedSegments add_segments(const engine::Growth& growth) {
@@ -219,8 +219,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   engine::CurrentView now_;
   mutable std::mutex latency_mutex_;
   std::vector<fabric::Segment> latency_segments_;
-  std::shared_ptr<HostVault> shelves_{};
-  std::weak_ptr<VaultEngine> vault_{};  // `shelves_`, while the program has it
+  engine::GroupVault vault_{};
   std::atomic<std::uint64_t> exchange_ns_{0};
   std::uint64_t plans_ = 0;  // of the thread whose turn it is
   std::uint32_t exchanges_ = 0;
@@ -256,11 +255,6 @@ void clear_doors(const GroupConfig& config, fabric::Fabric& fabric);
 /// This rank has registered its memory.
 void show_card(const GroupConfig& config, fabric::Fabric& fabric);
 engine::Regroup::Cards shared_cards(std::shared_ptr<const fabric::SharedDoors> doors);
-
-/// vault.cpp. Makes `vault`, the engine's own, or takes up the one that is there. What it returns
-/// keeps the engine alive.
-std::shared_ptr<VaultEngine> open_host_vault(std::shared_ptr<HostVault>& vault, HostEngine& engine,
-                                             std::size_t version_bytes);
 
 class HostEngine::Call {
  public:

@@ -15,22 +15,24 @@
 #include "core/engine.hpp"
 #include "core/vault/table.hpp"
 #include "engine/gather.hpp"
-#include "host/throughput/engine.hpp"
+#include "engine/growth.hpp"
+#include "engine/vault/vault_group.hpp"
 #include "protocol/shelf.hpp"
 
-namespace ferry::host {
+namespace ferry::engine {
 
-class HostVault final : public VaultEngine {
+class ShelfVault final : public VaultEngine {
  public:
-  /// Of this engine, which owns it: other ranks write to its shelves as long as the group is there.
-  HostVault(HostEngine& engine, std::size_t version_bytes);
+  /// Of this group, which owns it: other ranks write to its shelves as long as the group is there.
+  ShelfVault(VaultGroup& group, std::size_t version_bytes);
 
   /// A new object has it from now on: refuses another size once there are shelves.
   void reopen(std::size_t version_bytes);
   std::optional<std::uint64_t> recover(std::span<const std::int64_t> wanted) override;
   std::vector<std::int64_t> keys() const override;
-  void get(std::int64_t key, std::span<const VaultTarget> into) const override;
-  void put(std::uint64_t step, std::span<const VaultPart> parts) override;
+  void get(std::int64_t key, std::span<const VaultTarget> into,
+           const Stream* stream) const override;
+  void put(std::uint64_t step, std::span<const VaultPart> parts, const Stream* stream) override;
 
  private:
   using Shelf = protocol::Shelf<>;
@@ -38,7 +40,7 @@ class HostVault final : public VaultEngine {
   using Version = std::uint64_t;
   using Numbers = std::array<Version, protocol::ShelfTraits::kEntries>;
 
-  struct Room {
+  struct Taken {
     Region region{};
     std::shared_ptr<void> lease{};
   };
@@ -46,7 +48,7 @@ class HostVault final : public VaultEngine {
   struct Kept {
     int owner = 0;
     std::uint64_t id = 0;  ///< of the owner's process
-    Room room{};
+    Taken room{};
     bool settled = false;  ///< it was here at the end of an agreement
     Version at = 0;        ///< 0, or the owner was lost then, and this was agreed on
   };
@@ -121,7 +123,7 @@ class HostVault final : public VaultEngine {
     std::uint64_t bytes;  ///< of head and table
   };
 
-  Channel& channel() const { return engine_.channel(); }
+  Channel& channel() const { return group_.channel(); }
   Shelf shelf_at(std::byte* base) const { return {base, entry_bytes_}; }
   Shelf shelf_of(const Kept& kept) const { return shelf_at(kept.room.region.data); }
   CallSignature signature(CallKind kind, std::uint64_t step = 0) const;
@@ -134,7 +136,10 @@ class HostVault final : public VaultEngine {
   Version newest_of(const Kept& kept) const;
   Version oldest_of(const Kept& kept) const;
   Role role_of(const Kept& kept, const std::vector<int>& owners) const;
-  Room take(std::size_t bytes, StepMessage& head);
+  Taken take(std::size_t bytes, StepMessage& head);
+  Room room(const char* sized_by) {
+    return {*group_.shared_memory(), sized_by, [this] { group_.free_held(); }};
+  }
   bool make_rooms(const std::vector<int>& owners, StepMessage& head);
   std::vector<std::vector<std::byte>> gather(const char* stage, std::span<const std::byte> mine) {
     return engine::gather(channel(), stage, signature(CallKind::recover), mine);
@@ -148,11 +153,11 @@ class HostVault final : public VaultEngine {
   void drop_shelves(const std::vector<int>& owners, Version agreed);
   std::vector<VersionPart> table_for(std::uint64_t step, std::span<const VaultPart> parts) const;
   void write_version(std::uint64_t step, const std::vector<VersionPart>& table,
-                     std::span<const VaultPart> parts);
+                     std::span<const VaultPart> parts, const Stream* stream);
 
   // Across domains (vault_domains.cpp).
 
-  void put_across(std::uint64_t step, std::span<const VaultPart> parts);
+  void put_across(std::uint64_t step, std::span<const VaultPart> parts, const Stream* stream);
   void send_agreed(const std::vector<Found>& found, Version agreed);
   void send_version(Version version, std::size_t bytes);
   void take_version(const char* stage, const std::vector<Kept*>& from, Version version);
@@ -164,8 +169,9 @@ class HostVault final : public VaultEngine {
   std::uint64_t send_parts(int to, const Wanted& wanted);
   void check_recovered(const char* call) const;
   const Source& source_of(std::int64_t key) const;
+  void check_stream_of(const char* call, const Stream* stream) const;
 
-  HostEngine& engine_;
+  VaultGroup& group_;
   std::size_t entry_bytes_;
   bool across_;       // domains
   std::uint64_t id_;  // of this process, for its peers
@@ -177,13 +183,24 @@ class HostVault final : public VaultEngine {
   // This rank's shelf: in its keeper's memory, mapped also when that died; across domains in its
   // own.
   std::byte* own_ = nullptr;
-  Room own_room_{};            // across domains
+  Taken own_room_{};           // across domains
   Mirror mirror_{};            // then
   std::vector<Table> here_{};  // then: what others may want
-  Room fetched_{};             // then: what was wanted from other domains
+  Taken fetched_{};            // then: what was wanted from other domains
   std::vector<Kept> kept_;
   std::vector<std::uint64_t> ids_;  // [R], as told in the last `recover`; 0: a hole
   std::map<std::int64_t, Source> sources_;
 };
 
-}  // namespace ferry::host
+/// The vault of one group, whether a program has it open or not.
+class GroupVault {
+ public:
+  /// Makes the vault, or takes up the one that is there. What it returns keeps the engine alive.
+  std::shared_ptr<VaultEngine> open(VaultGroup& group, std::size_t version_bytes);
+
+ private:
+  std::unique_ptr<ShelfVault> vault_{};
+  std::weak_ptr<VaultEngine> open_{};
+};
+
+}  // namespace ferry::engine

@@ -8,9 +8,9 @@
 #include <utility>
 
 #include "core/layout.hpp"
-#include "host/throughput/vault.hpp"
+#include "engine/vault/vault.hpp"
 
-namespace ferry::host {
+namespace ferry::engine {
 namespace {
 
 constexpr const char* kState = "recover: state";
@@ -21,7 +21,8 @@ std::uint64_t room_of(const VersionPart& part) {
 
 }  // namespace
 
-void HostVault::put_across(std::uint64_t step, std::span<const VaultPart> parts) {
+void ShelfVault::put_across(std::uint64_t step, std::span<const VaultPart> parts,
+                            const Stream* stream) {
   std::vector<VersionPart> table;
   std::vector<Kept*> from;
   std::optional<Error> invalid;
@@ -37,15 +38,15 @@ void HostVault::put_across(std::uint64_t step, std::span<const VaultPart> parts)
   }
   StepMessage head;
   head.call = signature(CallKind::put, step);
-  engine_.agree_on_validity("put", head, invalid);
+  agree_on_validity(channel(), "put", head, invalid);
   fetched_ = {};
-  write_version(step, table, parts);
+  write_version(step, table, parts, stream);
   send_version(step + 1, version_bytes(table));
   take_version("put: copies", from, step + 1);
 }
 
 /// Owners give their keepers what was agreed on, where those lack it: they keep it anew.
-void HostVault::send_agreed(const std::vector<Found>& found, Version agreed) {
+void ShelfVault::send_agreed(const std::vector<Found>& found, Version agreed) {
   const int self = channel().rank();
   shelf_at(own_).drop_newer(agreed);
   mirror_ = {};
@@ -74,7 +75,7 @@ void HostVault::send_agreed(const std::vector<Found>& found, Version agreed) {
     }
   }
   channel().swap("recover: keepers", head);
-  engine::check_same_call(channel(), "recover: keepers", head.call);
+  check_same_call(channel(), "recover: keepers", head.call);
   if (head.need_bytes != 0) send_version(agreed, head.need_bytes);
   std::erase_if(from,
                 [&](const Kept* kept) { return channel().head(kept->owner).need_bytes == 0; });
@@ -82,7 +83,7 @@ void HostVault::send_agreed(const std::vector<Found>& found, Version agreed) {
 }
 
 /// In the generation of a swap since which the keeper expects it.
-void HostVault::send_version(Version version, std::size_t bytes) {
+void ShelfVault::send_version(Version version, std::size_t bytes) {
   if (mirror_.keeper < 0) return;
   const std::uint64_t entry = Shelf::next_of(mirror_.numbers);
   channel().reach().write(
@@ -93,7 +94,7 @@ void HostVault::send_version(Version version, std::size_t bytes) {
   mirror_.numbers[entry] = version;
 }
 
-void HostVault::take_version(const char* stage, const std::vector<Kept*>& from, Version version) {
+void ShelfVault::take_version(const char* stage, const std::vector<Kept*>& from, Version version) {
   for (const Kept* kept : from) {
     channel().await_delivered(stage, kept->owner);
     shelf_of(*kept).publish(version);
@@ -101,7 +102,7 @@ void HostVault::take_version(const char* stage, const std::vector<Kept*>& from, 
 }
 
 /// What others may want from here, without the bytes of its parts.
-std::vector<std::byte> HostVault::tables_here() {
+std::vector<std::byte> ShelfVault::tables_here() {
   const int self = channel().rank();
   std::vector<std::byte> text;
   here_.clear();
@@ -126,7 +127,7 @@ std::vector<std::byte> HostVault::tables_here() {
   return text;
 }
 
-std::vector<HostVault::Table> HostVault::swap_tables() {
+std::vector<ShelfVault::Table> ShelfVault::swap_tables() {
   std::vector<Table> all;
   here_.clear();
   if (agreed_ == 0) return all;
@@ -158,7 +159,7 @@ std::vector<HostVault::Table> HostVault::swap_tables() {
 }
 
 /// What this rank wants and cannot read, and the bytes that it takes.
-std::vector<HostVault::Wanted> HostVault::missing(std::span<const std::int64_t> wanted,
+std::vector<ShelfVault::Wanted> ShelfVault::missing(std::span<const std::int64_t> wanted,
                                                   std::size_t& bytes) const {
   std::vector<std::int64_t> keys(wanted.begin(), wanted.end());
   std::sort(keys.begin(), keys.end());
@@ -175,7 +176,7 @@ std::vector<HostVault::Wanted> HostVault::missing(std::span<const std::int64_t> 
   return all;
 }
 
-void HostVault::fetch(std::span<const std::int64_t> wanted) {
+void ShelfVault::fetch(std::span<const std::int64_t> wanted) {
   std::size_t bytes = 0;
   const std::vector<Wanted> mine = missing(wanted, bytes);
   fetched_ = {};
@@ -193,7 +194,7 @@ void HostVault::fetch(std::span<const std::int64_t> wanted) {
     head.offset = fetched_.region.address.offset;
     return fetched_.lease != nullptr;
   };
-  engine_.agree(kState, head, prepare, "the keys given to recover");
+  agree_on_room(channel(), kState, head, prepare, room("the keys given to recover"));
   for (const int peer : channel().ranks()) {
     send_wanted(peer, lists[static_cast<std::size_t>(peer)]);
   }
@@ -209,7 +210,7 @@ void HostVault::fetch(std::span<const std::int64_t> wanted) {
   }
 }
 
-void HostVault::send_wanted(int to, std::span<const std::byte> list) {
+void ShelfVault::send_wanted(int to, std::span<const std::byte> list) {
   std::uint64_t bytes = 0;
   bool any = false;
   for (; list.size() >= sizeof(Wanted); list = list.subspan(sizeof(Wanted))) {
@@ -222,7 +223,7 @@ void HostVault::send_wanted(int to, std::span<const std::byte> list) {
   if (any) channel().deliver(to, bytes);
 }
 
-std::uint64_t HostVault::send_parts(int to, const Wanted& wanted) {
+std::uint64_t ShelfVault::send_parts(int to, const Wanted& wanted) {
   const StepMessage theirs = channel().head(to);
   const auto table = std::find_if(here_.begin(), here_.end(), [&](const Table& one) {
     return static_cast<std::uint64_t>(one.owner) == wanted.owner;
@@ -241,4 +242,4 @@ std::uint64_t HostVault::send_parts(int to, const Wanted& wanted) {
   return bytes;
 }
 
-}  // namespace ferry::host
+}  // namespace ferry::engine
