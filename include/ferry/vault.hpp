@@ -34,8 +34,8 @@ struct VaultTarget {
 
 /// Versions of the state of all ranks of a group. What a rank puts lies in the registered memory of
 /// the next rank of the view, which keeps it when the rank dies; in a group of several domains a
-/// copy lies in the next domain, so that a host may vanish. In a group on GPUs it lies in CPU memory
-/// of its host, so it outlives the process and its GPU's memory. On all ranks:
+/// copy lies in the next domain, so that a host may vanish. In a group on GPUs it lies in CPU
+/// memory of its host, so it outlives the process and its GPU's memory. On all ranks:
 ///
 ///   1. `recover` once at first, and after each `Group::regroup`, also in a process that joined. It
 ///      says which version all have whole; each rank takes its tensors from there with `get`.

@@ -38,9 +38,7 @@ def place(topk_idx: Tensor, experts: int, shares: Tensor) -> Tensor:
     return torch.where((ids < -1) | (ids >= experts), NO_EXPERT, made).view(topk_idx.shape)
 
 
-def copy_table(
-    held_by: list[list[int]], experts: int, masked: list[bool]
-) -> tuple[Tensor, Tensor]:
+def copy_table(held_by: list[list[int]], experts: int, masked: list[bool]) -> tuple[Tensor, Tensor]:
     """Of an `ExpertPlacement`: i64 [experts, most] places of the copies, ascending, then
     NO_EXPERT; and i64 [experts] how many there are. Copies on masked ranks are left out."""
     slots = len(held_by[0])

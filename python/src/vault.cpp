@@ -49,21 +49,23 @@ void bind_vault(nb::module_& m) {
            })
       .def("keys",
            [](const HeldVault& vault) { return without_gil([&] { return vault->keys(); }); })
-      .def("get",
-           [](const HeldVault& vault, std::int64_t key, const std::vector<Part>& into,
-              PythonStream* stream) {
-             std::vector<VaultTarget> targets;
-             for (const Part& part : into) targets.push_back({part.bytes->write(), part.type});
-             without_gil([&] { vault->get(key, targets, stream_or_null(stream)); });
-           },
-           nb::arg("key"), nb::arg("into"), nb::arg("stream").none())
-      .def("put",
-           [](const HeldVault& vault, std::uint64_t step, const std::vector<Part>& parts,
-              PythonStream* stream) {
-             const std::vector<VaultPart> all = parts_of(parts);
-             without_gil([&] { vault->put(step, all, stream_or_null(stream)); });
-           },
-           nb::arg("step"), nb::arg("parts"), nb::arg("stream").none())
+      .def(
+          "get",
+          [](const HeldVault& vault, std::int64_t key, const std::vector<Part>& into,
+             PythonStream* stream) {
+            std::vector<VaultTarget> targets;
+            for (const Part& part : into) targets.push_back({part.bytes->write(), part.type});
+            without_gil([&] { vault->get(key, targets, stream_or_null(stream)); });
+          },
+          nb::arg("key"), nb::arg("into"), nb::arg("stream").none())
+      .def(
+          "put",
+          [](const HeldVault& vault, std::uint64_t step, const std::vector<Part>& parts,
+             PythonStream* stream) {
+            const std::vector<VaultPart> all = parts_of(parts);
+            without_gil([&] { vault->put(step, all, stream_or_null(stream)); });
+          },
+          nb::arg("step"), nb::arg("parts"), nb::arg("stream").none())
       .def_static("bytes_of",
                   [](const std::vector<Part>& parts) { return Vault::bytes_of(parts_of(parts)); });
 }

@@ -65,7 +65,8 @@ class State:
             return 0
         assert set(self.vault.keys()) >= {*self.group.view().ranks} - {*self.group.view().joined}
         assert set(self.vault.keys()) >= {*lost}, (self.vault.keys(), lost)
-        for key in self.vault.keys():
+        keys = self.vault.keys()
+        for key in keys:
             out = self.of(99, 99)
             self.vault.get(key, out)
             for i, (got, put) in enumerate(zip(out, self.of(key, step), strict=True)):

@@ -63,18 +63,15 @@ void agree_on_room(Channel& channel, const char* stage, StepMessage& head,
     if (all_have) return;
     if (room.free_held) room.free_held();
     const bool grow = head.status == StepStatus::no_room;
-    const AddedSegments added =
-        add_segments(channel, room.memory,
-                     {stage, room.sized_by, grow ? head.need_bytes : 0,
-                      grown_by(arena.total_bytes())});
+    const AddedSegments added = add_segments(
+        channel, room.memory,
+        {stage, room.sized_by, grow ? head.need_bytes : 0, grown_by(arena.total_bytes())});
     if (added.mine.bytes == 0) continue;
     arena.add(added.mine);
     channel.record().grown();
     if (logs(LogLevel::info)) {
       log(LogLevel::info, channel.rank(), "grow",
-          {{"stage", stage},
-           {"bytes", added.mine.bytes},
-           {"arena_bytes", arena.total_bytes()}});
+          {{"stage", stage}, {"bytes", added.mine.bytes}, {"arena_bytes", arena.total_bytes()}});
     }
   }
 }

@@ -19,7 +19,7 @@ void agree_on_validity(Channel& channel, const char* stage, StepMessage head,
 /// Where room is made.
 struct Room {
   Memory& memory;
-  const char* sized_by = "";  ///< the arguments that give the size of the regions
+  const char* sized_by = "";          ///< the arguments that give the size of the regions
   std::function<void()> free_held{};  ///< before it grows: regions that were held back may be free
 };
 

@@ -190,8 +190,8 @@ class Channel {
   Error late(const char* stage, int peer, std::uint64_t expected, std::uint64_t seen);
   /// Whether this rank waits for peers now, for their blame. To be said at least every 100 ms.
   void beat(bool waiting);
-  /// Said once, before any swap: calls are no swaps, and `count` says how many there were. Swaps are
-  /// numbered by themselves, anew in each epoch.
+  /// Said once, before any swap: calls are no swaps, and `count` says how many there were. Swaps
+  /// are numbered by themselves, anew in each epoch.
   void swap_beside_calls() { beside_calls_ = true; }
   /// How many calls there were, for messages and failure broadcasts.
   void count(Generation generation) { generation_.store(generation, std::memory_order_relaxed); }

@@ -24,8 +24,7 @@ using namespace std::chrono_literals;
 using std::to_string;
 
 ControlLayout offer_layout(int ranks) {
-  ControlLayout layout =
-      make_control_layout(ranks, sizeof(StepMessage) + fabric::kMaxHandleBytes);
+  ControlLayout layout = make_control_layout(ranks, sizeof(StepMessage) + fabric::kMaxHandleBytes);
   const auto sources = static_cast<std::size_t>(ranks);
   Carver carver{layout.bytes};
   layout.swap_flags = carver.take(sources * kLineBytes);
@@ -36,8 +35,7 @@ ControlLayout offer_layout(int ranks) {
 }
 
 ControlLayout cpu_layout(int ranks) {
-  ControlLayout layout =
-      make_control_layout(ranks, sizeof(StepMessage) + fabric::kMaxHandleBytes);
+  ControlLayout layout = make_control_layout(ranks, sizeof(StepMessage) + fabric::kMaxHandleBytes);
   layout.bytes = offer_layout(ranks).bytes;
   return layout;
 }
@@ -412,12 +410,11 @@ std::unique_lock<std::timed_mutex> CudaEngine::take_turn(const std::function<voi
 void CudaEngine::await_calls(const char* call) {
   const OnDevice here(device().index);
   if (drain(config_.deadline)) return;
-  throw Error(ErrorKind::deadline,
-              "rank " + to_string(rank()) + ": " + call + ": work on cuda:" +
-                  to_string(device().index) +
-                  " did not end within the deadline, so its calls may still run; call " + call +
-                  " again",
-              {rank(), rank(), call, channel_.generation(), 0, 0});
+  throw Error(
+      ErrorKind::deadline,
+      "rank " + to_string(rank()) + ": " + call + ": work on cuda:" + to_string(device().index) +
+          " did not end within the deadline, so its calls may still run; call " + call + " again",
+      {rank(), rank(), call, channel_.generation(), 0, 0});
 }
 
 std::shared_ptr<VaultEngine> CudaEngine::make_vault(std::size_t version_bytes) {

@@ -1,6 +1,6 @@
-// A vault of a group on GPUs (engine/vault): its ranks' CPUs swap, and versions lie in memory of the
-// host that all of them map. So no GPU memory is spent, and what a rank has put outlives its process
-// and its GPU's memory.
+// A vault of a group on GPUs (engine/vault): its ranks' CPUs swap, and versions lie in memory of
+// the host that all of them map. So no GPU memory is spent, and what a rank has put outlives its
+// process and its GPU's memory.
 #pragma once
 #include <array>
 #include <memory>

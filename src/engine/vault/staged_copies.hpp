@@ -12,8 +12,8 @@
 
 namespace ferry::engine {
 
-/// `Wire`: copy(slot, to, from, bytes) begins one, await(slot) until it has ended. `buffers`: of one
-/// size, for the two slots.
+/// `Wire`: copy(slot, to, from, bytes) begins one, await(slot) until it has ended. `buffers`: of
+/// one size, for the two slots.
 template <class Wire>
 class StagedCopies {
  public:

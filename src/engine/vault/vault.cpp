@@ -105,8 +105,9 @@ ShelfVault::Version ShelfVault::agree(std::span<const std::int64_t> wanted) {
   const std::vector<int> owners = owners_kept_here();
   StepMessage head;
   head.call = signature(CallKind::recover);
-  agree_on_room(channel(), "recover: shelves", head, [&] { return make_rooms(owners, head); },
-                room("version_bytes"));
+  agree_on_room(
+      channel(), "recover: shelves", head, [&] { return make_rooms(owners, head); },
+      room("version_bytes"));
   const std::vector<Found> found = swap_lists(owners);
   for (const Found& one : found) {
     if (one.role == Role::lost) all.push_back({one.owner, {true, one.newest}, one.oldest});
@@ -293,7 +294,7 @@ void ShelfVault::move_to(std::byte* shelf, Version agreed) {
 
 /// The parts of what was agreed on, read where they lie.
 std::vector<ShelfVault::Table> ShelfVault::read_tables(const std::vector<Found>& found,
-                                                     Version agreed) {
+                                                       Version agreed) {
   std::vector<Table> all;
   for (const Found& one : found) {
     if (one.role == Role::former && one.newest != agreed) continue;
@@ -308,7 +309,7 @@ std::vector<ShelfVault::Table> ShelfVault::read_tables(const std::vector<Found>&
 
 /// Checked. `readable`: bytes at `version` in this process.
 std::vector<VersionPart> ShelfVault::table_of(int owner, int keeper, const std::byte* version,
-                                             std::size_t readable, Version agreed) {
+                                              std::size_t readable, Version agreed) {
   std::string wrong;
   auto table = read_table(version, readable, entry_bytes_, agreed, wrong);
   if (table) return std::move(*table);
@@ -453,7 +454,7 @@ void ShelfVault::put(std::uint64_t step, std::span<const VaultPart> parts, const
 
 /// Throws when this cannot be put now.
 std::vector<VersionPart> ShelfVault::table_for(std::uint64_t step,
-                                              std::span<const VaultPart> parts) const {
+                                               std::span<const VaultPart> parts) const {
   check_recovered(kPut);
   const Version newest = std::max(shelf_at(own_).newest(), across_ ? agreed_ : 0);
   if (step != group_.now().step() || newest > step) {

@@ -160,7 +160,7 @@ std::vector<ShelfVault::Table> ShelfVault::swap_tables() {
 
 /// What this rank wants and cannot read, and the bytes that it takes.
 std::vector<ShelfVault::Wanted> ShelfVault::missing(std::span<const std::int64_t> wanted,
-                                                  std::size_t& bytes) const {
+                                                    std::size_t& bytes) const {
   std::vector<std::int64_t> keys(wanted.begin(), wanted.end());
   std::sort(keys.begin(), keys.end());
   keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
