@@ -216,3 +216,43 @@ def go_on_without_rank_0(group: ferry.Group, leaves: str) -> None:
     fill(layer)
     assert placed_step(layer, left)
     group.barrier()
+
+
+def ranks_that_differ(group: ferry.Group, differs: str) -> None:
+    """Rank 1 and later ones, from rank 0: all learn of it, before a wrong value; then the group
+    goes on."""
+    everyone, other = list(range(group.size)), int(group.rank > 0)
+    layer = placed_layer(group, everyone)
+    assert layer.placement is not None
+    assert placed_step(layer, everyone)
+    if differs == "placement":
+        load = [1.0 + e * other for e in range(layer.placement.experts)]
+        layer.placement.balance(everyone, load, copies=1)
+        for call in (layer, lambda *_: layer.sum_copies()):
+            with pytest.raises(ferry.MismatchError, match="placement"):
+                call(*on(group, *inputs(group.rank, torch.float32)))
+        layer.placement.balance(everyone)
+    else:
+        more = torch.zeros(SLOTS, 4 if differs == "frozen" else 4 + other, device=group.device)
+        layer.experts.more = nn.Parameter(more, requires_grad=differs != "frozen" or not other)
+        with pytest.raises(ferry.MismatchError, match="parameters"):
+            layer.sum_copies()
+        del layer.experts.more
+    fill(layer)
+    assert placed_step(layer, everyone)
+    layer.experts.more = nn.Parameter(torch.zeros(SLOTS, 4, dtype=torch.float64))
+    with pytest.raises(ferry.InvalidArgumentError, match="fp32"):
+        layer.sum_copies()
+    group.barrier()
+
+
+def a_rank_without_copies(group: ferry.Group) -> None:
+    """It learns that others have some. In a group of two places for each of three ranks."""
+    (empty,) = on(group, torch.zeros(2, HIDDEN))
+    placement = ferry.ExpertPlacement(experts=6 - (group.rank > 0), ranks=3, slots=2)
+    layer = ft.ExpertParallel(group, Experts(empty), placement=placement)
+    with pytest.raises(ferry.MismatchError, match="placement"):
+        layer.sum_copies()
+    layer.placement = ferry.ExpertPlacement(experts=6, ranks=3, slots=2)
+    layer.sum_copies()
+    group.barrier()

@@ -13,7 +13,6 @@ from compiled_bodies import TRACES_ANY_BACKWARD
 from gpus import needs_gpu
 from rank_processes import RankProcesses
 from rank_threads import run_ranks, run_threads
-from torch import nn
 
 import ferry
 import ferry.torch as ft
@@ -38,11 +37,35 @@ def test_decode_step(form: str, batched: bool) -> None:
     run_ranks(4, lambda group: bodies.decode(group, form, batched), **bodies.CONFIG)
 
 
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Any]:
+    processes = RankProcesses(4, "cuda")
+    yield processes
+    processes.stop()
+
+
+@pytest.fixture(scope="module")
+def three_gpus() -> Iterator[RankProcesses]:
+    processes = RankProcesses(3, "cuda")
+    yield processes
+    processes.stop()
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+
+
+@pytest.mark.timeout(280)
 @pytest.mark.parametrize("leaves", ["forward", "backward", "sum_copies"])
-def test_a_step_again_after_a_rank_left(leaves: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_again_after_a_rank_left(
+    three_gpus: RankProcesses, device: str, leaves: str
+) -> None:
     """With experts elsewhere than before."""
-    bootstraps = ferry.threads(3)
     config = bodies.CONFIG | {"experts": 3 * bodies.SLOTS, "deadline": 20}
+    if device == "cuda":
+        three_gpus.run(bodies.go_on_without_rank_0, leaves, **config)
+        return
+    bootstraps = ferry.threads(3)
 
     def rank(number: int) -> None:
         with ferry.Group(bootstraps[number], **config) as group:
@@ -73,64 +96,29 @@ def test_placements_that_do_not_fit() -> None:
             layer.held(torch.zeros(3, 8))
 
 
+@pytest.mark.timeout(280)
 @pytest.mark.parametrize("differs", ["placement", "parameters", "frozen"])
-def test_ranks_that_differ_learn_of_it(differs: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_ranks_that_differ_learn_of_it(
+    three_gpus: RankProcesses, device: str, differs: str
+) -> None:
     """All of them, before a wrong value; then the group goes on."""
-    config = bodies.CONFIG | {"experts": 2 * bodies.SLOTS, "deadline": 20}
-    bootstraps = ferry.threads(2)
-
-    def rank(number: int) -> None:
-        with ferry.Group(bootstraps[number], **config) as group:
-            layer = bodies.placed_layer(group, [0, 1])
-            assert layer.placement is not None
-            assert bodies.placed_step(layer, [0, 1])
-            if differs == "placement":
-                load = [1.0 + e * number for e in range(layer.placement.experts)]
-                layer.placement.balance([0, 1], load, copies=1)
-                for call in (layer, lambda *_: layer.sum_copies()):
-                    with pytest.raises(ferry.MismatchError, match="placement"):
-                        call(*bodies.inputs(number, torch.float32))
-                layer.placement.balance([0, 1])
-            else:
-                more = nn.Parameter(torch.zeros(bodies.SLOTS, 4 + number))
-                if differs == "frozen":
-                    more = nn.Parameter(torch.zeros(bodies.SLOTS, 4), requires_grad=number == 0)
-                layer.experts.more = more
-                with pytest.raises(ferry.MismatchError, match="parameters"):
-                    layer.sum_copies()
-                del layer.experts.more
-            bodies.fill(layer)
-            assert bodies.placed_step(layer, [0, 1])
-            layer.experts.more = nn.Parameter(torch.zeros(bodies.SLOTS, 4, dtype=torch.float64))
-            with pytest.raises(ferry.InvalidArgumentError, match="fp32"):
-                layer.sum_copies()
-            group.barrier()
-
-    run_threads(2, rank)
+    config = bodies.CONFIG | {"experts": 3 * bodies.SLOTS, "deadline": 20}
+    if device == "cuda":
+        three_gpus.run(bodies.ranks_that_differ, differs, **config)
+    else:
+        run_ranks(3, lambda group: bodies.ranks_that_differ(group, differs), **config)
 
 
-def test_a_rank_without_copies_learns_that_others_have_some() -> None:
-    bootstraps = ferry.threads(2)
-
-    def rank(number: int) -> None:
-        with ferry.Group(bootstraps[number], experts=4, deadline=20) as group:
-            experts = bodies.Experts(torch.zeros(2, bodies.HIDDEN))
-            placement = ferry.ExpertPlacement(experts=4 - number, ranks=2, slots=2)
-            layer = ft.ExpertParallel(group, experts, placement=placement)
-            with pytest.raises(ferry.MismatchError, match="placement"):
-                layer.sum_copies()
-            layer.placement = ferry.ExpertPlacement(experts=4, ranks=2, slots=2)
-            layer.sum_copies()
-            group.barrier()
-
-    run_threads(2, rank)
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Any]:
-    processes = RankProcesses(4, "cuda")
-    yield processes
-    processes.stop()
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rank_without_copies_learns_that_others_have_some(
+    three_gpus: RankProcesses, device: str
+) -> None:
+    if device == "cuda":
+        three_gpus.run(bodies.a_rank_without_copies, experts=6)
+    else:
+        run_ranks(3, bodies.a_rank_without_copies, experts=6)
 
 
 @pytest.mark.gpu

@@ -106,8 +106,8 @@ def train(rank: int, port: int, kind: str, joins: bool, told: Any) -> None:
                 assert (view.joined, view.lost, view.step) == ([VICTIM], [], step)
             step += 1
         except (ferry.PeerFailedError, ferry.DeadlineExceededError):
-            view, changed, lost = group.regroup(), True, [VICTIM]
-            back = back or VICTIM in view.joined
+            view, changed = group.regroup(), True
+            lost, back = view.lost, back or VICTIM in view.joined
     group.barrier()
     faulthandler.cancel_dump_traceback_later()
     told.put((rank, joins, view.ranks, view.epoch >= 3))

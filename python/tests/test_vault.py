@@ -6,59 +6,48 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import vault_bodies
+from gpus import needs_gpu
+from rank_processes import RankProcesses
 from rank_threads import run_ranks, run_threads
 
 import ferry
 
 
-def state(rank: int, step: int, torch: Any) -> list[Any]:
-    """A tensor of every kind that an optimizer has."""
-    return [
-        np.full((3, 5), 10 * rank + step, np.float64),
-        np.array(step, np.int16),
-        np.zeros((0, 4), np.float32),
-        torch.full((2, 2, 2, 2), 10.0 * rank + step, dtype=torch.bfloat16),
-        torch.nn.Parameter(torch.full((7,), 10.0 * rank + step)),
-        torch.tensor([True, False, True]),
-    ]
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[RankProcesses]:
+    processes = RankProcesses(3, "cuda")
+    yield processes
+    processes.stop()
 
 
-def test_a_rank_that_left_is_there_for_the_others() -> None:
-    torch = pytest.importorskip("torch")
+ON_GPUS = pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("device", ["cpu", ON_GPUS])
+def test_a_rank_that_left_is_there_for_the_others(gpus: RankProcesses, device: str) -> None:
+    if device == "cuda":
+        gpus.run(vault_bodies.a_rank_leaves)
+        return
     bootstraps = ferry.threads(3)
 
     def rank(number: int) -> None:
-        group = ferry.Group(bootstraps[number], experts=3, deadline=20, memory_bytes=1 << 20)
-        vault = ferry.Vault(group, ferry.Vault.bytes_of({number: state(number, 0, torch)}))
-        assert vault.recover() is None
-        assert vault.keys() == []
-        vault.put(0, {number: state(number, 0, torch)})
-        group.commit(1)
-        vault.put(1, {number: state(number, 1, torch)})
-        group.barrier()
-        if number == 1:
-            group.destroy()
-            return
-        with pytest.raises(ferry.PeerLeftError, match="rank 1"):
-            group.barrier()
-        group.regroup()
-        assert vault.recover() == 1
-        assert vault.keys() == [0, 1, 2]
-        for key in range(3):
-            out = state(7, 7, torch)
-            vault.get(key, out)
-            for got, put in zip(out, state(key, 1, torch), strict=True):
-                assert (got == put).all(), key
-        with pytest.raises(ferry.InvalidArgumentError, match=r"tensor 0: got float32.*float64"):
-            vault.get(0, [np.empty((3, 5), np.float32), *out[1:]])
-        group.barrier()
-        group.destroy()
+        with ferry.Group(bootstraps[number], experts=3, deadline=20, memory_bytes=1 << 20) as group:
+            vault_bodies.a_rank_leaves(group)
 
     run_threads(3, rank)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.timeout(280)
+def test_streams_of_gpus(gpus: RankProcesses) -> None:
+    gpus.run(vault_bodies.on_other_streams)
 
 
 def test_a_domain_that_left_is_there_for_the_others() -> None:
@@ -132,6 +121,8 @@ def test_bad_arguments_are_refused() -> None:
         x.flags.writeable = False
         with pytest.raises(ferry.InvalidArgumentError, match=r"get: key 0, tensor 0.*read"):
             vault.get(0, x)
+        with pytest.raises(ferry.InvalidArgumentError, match=r"put: stream: .*backend host"):
+            vault.put(0, {0: x}, stream=ferry.Stream())
 
     run_ranks(1, body)
 
