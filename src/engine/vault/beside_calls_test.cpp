@@ -17,7 +17,7 @@
 namespace ferry::engine::test {
 namespace {
 
-constexpr std::size_t kMessage = sizeof(StepMessage) + fabric::kMaxHandleBytes;
+constexpr std::size_t kSwapBytes = sizeof(StepMessage) + fabric::kMaxHandleBytes;
 constexpr Device kDevice{DeviceKind::cuda, 3};
 
 /// A rank's side of the group, as the CUDA engine has it.
@@ -27,7 +27,7 @@ class Beside final : public VaultGroup, public std::enable_shared_from_this<Besi
       : topology_(Domains::blocks(bootstrap.size(), 0)), now_(bootstrap.rank(), bootstrap.size()) {
     config_.deadline = 20s;
     memory_ = std::make_shared<Memory>(fabric::make_local_fabric(bootstrap, 20s));
-    layout_ = make_control_layout(bootstrap.size(), kMessage);
+    layout_ = make_control_layout(bootstrap.size(), kSwapBytes);
     const fabric::Segment control = memory_->fabric->register_memory(layout_.bytes);
     const auto handles = bootstrap.all_gather(control.handle, 20s);
     for (int peer = 0; peer < bootstrap.size(); ++peer) {
@@ -59,7 +59,11 @@ class Beside final : public VaultGroup, public std::enable_shared_from_this<Besi
   std::shared_ptr<VaultEngine> open(std::size_t version_bytes) {
     return vault_.open(*this, version_bytes);
   }
-  void commit(std::uint64_t step) { now_.commit(step); }
+  /// All ranks have come here, as in a commit of theirs on the GPU.
+  void commit(std::uint64_t step) {
+    channel_->swap("commit", {});
+    now_.commit(step);
+  }
   /// On other ranks it may be others.
   void calls(std::uint64_t count) { channel_->count(count); }
   void regroup() {
@@ -138,7 +142,7 @@ TEST(VaultBesideCalls, HasTheStateOfARankThatLeft) {
     EXPECT_EQ(vault->recover({}), std::nullopt);
     for (std::uint64_t step = 0; step <= 3; ++step) {
       group.calls(own_number * (step + 3));  // whose number has nothing to do with swaps
-      group.commit(step);
+      if (step > 0) group.commit(step);
       put(*vault, rank, step);
       EXPECT_EQ(vault->recover({}), step) << "without a loss";
     }

@@ -14,10 +14,10 @@
 namespace ferry::engine::test {
 namespace {
 
-using Bytes = std::vector<std::byte>;
+using Copied = std::vector<std::byte>;
 
-Bytes random_bytes(std::mt19937& random, std::size_t count) {
-  Bytes bytes(count);
+Copied random_bytes(std::mt19937& random, std::size_t count) {
+  Copied bytes(count);
   for (std::byte& each : bytes) each = static_cast<std::byte>(random());
   return bytes;
 }
@@ -26,8 +26,8 @@ TEST(StagedCopies, BothWaysInAnySizes) {
   std::mt19937 random(20261128);
   for (int round = 0; round < 50; ++round) {
     const std::size_t piece = 1 + random() % 64;
-    std::array<Bytes, 2> buffers{Bytes(piece), Bytes(piece)};
-    std::vector<Bytes> from, to;
+    std::array<Copied, 2> buffers{Copied(piece), Copied(piece)};
+    std::vector<Copied> from, to;
     std::vector<DeviceCopy> copies;
     for (int i = 0; i < 6; ++i) {
       from.push_back(random_bytes(random, random() % 4 == 0 ? 0 : random() % 300));
