@@ -51,15 +51,6 @@ std::vector<std::vector<std::byte>> together(Bootstrap& bootstrap, const GroupCo
   return all;
 }
 
-bool all_can(Bootstrap& bootstrap, const GroupConfig& config, const char* stage,
-             const std::function<bool()>& can) {
-  const auto told =
-      together(bootstrap, config, stage, [&] { return std::vector<std::byte>{std::byte{can()}}; });
-  return std::all_of(told.begin(), told.end(), [](const std::vector<std::byte>& one) {
-    return one.size() == 1 && one[0] == std::byte{1};
-  });
-}
-
 Cards checked_cards(const std::vector<std::byte>& bytes, int rank, int peer, const Cards& mine) {
   Cards theirs;
   if (bytes.size() != sizeof(theirs)) {

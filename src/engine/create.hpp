@@ -34,11 +34,6 @@ std::vector<std::vector<std::byte>> together(Bootstrap& bootstrap, const GroupCo
                                              const char* stage,
                                              const std::function<std::vector<std::byte>()>& step);
 
-/// The same of a question: whether every rank can do it. Where one cannot, none does, so that all
-/// write and read rows in one format, whatever GPUs they have.
-bool all_can(Bootstrap& bootstrap, const GroupConfig& config, const char* stage,
-             const std::function<bool()>& can);
-
 /// What `peer` sent: Throws Error(mismatch) unless it registered the same numbers and sizes as
 /// `mine`: flags are written there unchecked later on.
 Cards checked_cards(const std::vector<std::byte>& bytes, int rank, int peer, const Cards& mine);

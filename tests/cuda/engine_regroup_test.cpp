@@ -2,7 +2,6 @@
 // without a GPU.
 #include <gtest/gtest.h>
 
-#include "engine_latency.hpp"
 #include "regroup_case.hpp"
 #include "reliability/processes.hpp"
 
@@ -214,16 +213,6 @@ TEST_F(EngineRegroupRefusals, AGroupOfWhichNobodyIsLostGoesOn) {
       },
       100);
   for (const std::string& problem : problems) ADD_FAILURE() << problem;
-}
-
-TEST_F(EngineRegroupRefusals, AGroupWithALatencyExchangeIsRefused) {
-  on_ranks(2, false, config_for({}), [&](Seat& seat) {
-    LatencyExchange latency(seat.group, latency_config({}, false));
-    need_error(ErrorKind::unsupported, "a group with a latency exchange has regrouped",
-               [&] { (void)seat.group.regroup(); });
-    seat.group.barrier();
-    seat.meet();
-  });
 }
 
 }  // namespace

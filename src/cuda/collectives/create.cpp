@@ -34,7 +34,7 @@ Told prepare(CudaEngine& engine, fabric::Segment& memory) {
                     " bytes left for inboxes; free some of its memory",
                 {engine.rank(), engine.rank(), "Collectives", 0, 0, 0});
   }
-  engine.add_latency_memory(memory, 0);
+  engine.add_latency_memory({.memory = memory});
   return {memory.id, std::min(engine.local_sms(), kMaxBlocks)};
 }
 

@@ -1,6 +1,6 @@
-// Latency mode: the memory of an exchange, how it is made and its results given back; whom this
-// rank goes on without. The kernels find that out; here are the caller's wishes, and what the
-// caller learns without asking the GPU.
+// Latency mode: how results are given back; whom this rank goes on without, in an epoch of the
+// group and from one to the next. The kernels find out who is late; here are the caller's wishes,
+// and what the caller learns without asking the GPU.
 #include "cuda/latency/engine.hpp"
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "base/text.hpp"
 #include "core/check.hpp"
 #include "cuda/engine.hpp"
 #include "cuda/runtime/event.hpp"
@@ -19,63 +20,10 @@ using std::to_string;
 
 namespace {
 
-constexpr const char* kMakeOnGpu = "LatencyExchange";
 constexpr std::int64_t kFewSlots = 8;  // tokens of all ranks
 /// Two blocks on an SM are in each other's way up to here where rows cross as LL128, unless links
 /// are far from full, as between two ranks (docs/experiments/cuda_latency.md).
 constexpr std::int64_t kTokensOfOneBlock = 128;
-
-/// What the kernels need of every rank's segment.
-void find_peers(CudaEngine& engine, const LatencyPlace* places, std::size_t bytes,
-                const LatencyGroup& group, LatencyView& view) {
-  fabric::DeviceMemory& wire = engine.gpu().wire();
-  for (int peer = 0; peer < engine.size(); ++peer) {
-    const fabric::SegmentId segment = places[peer].segment;
-    const bool alone = group.members.empty();
-    std::byte*& memory = view.peers[alone ? peer : group.members[static_cast<std::size_t>(peer)]];
-    memory = wire.pointer(peer, segment);
-    if (memory == nullptr || wire.bytes(peer, segment) < bytes) {
-      engine.channel().throw_violation("LatencyExchange: buffers", peer,
-                                       "named segment " + to_string(segment) + " of " +
-                                           to_string(wire.bytes(peer, segment)) +
-                                           " bytes, expected at least " + to_string(bytes));
-    }
-  }
-}
-
-/// The ranks of other domains; the own one has joined.
-void join_others(const LatencyGroup& group, LatencyView& view) {
-  view.inbox = group.inbox;
-  view.ll = 0;
-  for (int r = 0; r < view.group.ranks; ++r) {
-    if (std::binary_search(group.members.begin(), group.members.end(), r)) continue;
-    const auto bit = static_cast<unsigned>(r);
-    join_rank(view, r, group.outbox, r, group.inbox);
-    view.beyond[bit / 32] |= 1u << bit % 32;
-    if (view.layout.sum_blocks > 1) view.slots[r] = first_slot_row(view.layout, r, view.topk);
-  }
-}
-
-LatencyView make_view(CudaEngine& engine, const LatencyConfig& config, const LatencyMemory& memory,
-                      const LatencyGroup& group) {
-  LatencyView view;
-  view.group = engine.view();
-  view.placement = engine.placement();
-  if (!group.members.empty()) {
-    view.group.rank = group.rank;
-    view.group.ranks = group.placement.ranks;
-    view.placement = group.placement;
-  }
-  view.layout = memory.wire;
-  view.capacity = config.capacity;
-  view.hidden = config.hidden;
-  view.topk = config.topk;
-  view.parts = latency_parts(config.hidden);
-  view.ll = kLLTokens;
-  view.ll128 = engine.carries_ll128() && memory.wire.ll128;
-  view.dtype = config.dtype;
-  return view;
-}
 
 constexpr const char* kRejoin = "latency rejoin";
 
@@ -87,28 +35,16 @@ T load(const T& word) {
 
 }  // namespace
 
-CallSignature latency_signature(const LatencyConfig& config, bool valid) {
-  CallSignature call;
-  call.kind = CallKind::latency;
-  call.dtype = static_cast<std::uint32_t>(config.dtype);
-  call.elements = valid ? config.hidden : -1;  // peers are told that this rank's cannot be
-  call.latency.capacity = config.capacity;
-  call.latency.topk = static_cast<std::uint32_t>(config.topk);
-  call.latency.has_masks = config.masks ? 1 : 0;
-  call.latency.order = static_cast<std::uint32_t>(config.order);
-  return call;
-}
-
-CudaLatency::CudaLatency(std::shared_ptr<CudaEngine> engine, const LatencyConfig& config,
-                         const LatencyMemory& memory, const fabric::Segment& segment,
-                         const LatencyView& view, std::shared_ptr<std::byte> alarm,
+CudaLatency::CudaLatency(std::shared_ptr<CudaEngine> engine, LatencyParts parts,
                          const LatencyGroup& group)
     : engine_(std::move(engine)),
-      config_(config),
-      memory_(memory),
-      segment_(segment),
-      view_(view),
-      alarm_(std::move(alarm)),
+      config_(parts.config),
+      memory_(parts.memory),
+      segment_(std::move(parts.segment)),
+      view_(parts.view),
+      alarm_(std::move(parts.alarm)),
+      peers_(std::move(parts.peers)),
+      made_in_(parts.epoch),
       outside_memory_(group.memory),
       told_(group.told) {}
 
@@ -140,64 +76,6 @@ int CudaLatency::dispatch_blocks(std::int64_t tokens, Halves halves) const {
              : most;
 }
 
-std::shared_ptr<CudaLatency> make_cuda_latency(std::shared_ptr<CudaEngine> engine,
-                                               const LatencyConfig& config,
-                                               const LatencyGroup& group) {
-  const Placement placement = group.members.empty() ? engine->placement() : group.placement;
-  LatencyMemory memory{};
-  std::optional<Error> invalid;
-  try {
-    memory = make_latency_memory(config, placement.experts, placement.ranks, group.domains);
-  } catch (const Error& error) {
-    invalid = error;
-  }
-  Launch launch(*engine, kMakeOnGpu, nullptr);
-  LatencyOpenParameters open;
-  open.group = engine->view();
-  open.call = latency_signature(config, !invalid);
-  open.failure = launch.record()->failure;
-  fabric::Segment segment{};
-  if (!invalid) segment = engine->add_segment(kMakeOnGpu, memory.bytes);
-  if (!invalid && segment.bytes == 0) {
-    open.status = StepStatus::no_room;
-    open.need_bytes = static_cast<std::int64_t>(memory.bytes);
-  }
-  open.segment = segment.id;
-  static_assert(sizeof(LatencyPlace) == 4);
-  const std::shared_ptr<std::byte> slot = engine->pinned_words();
-  open.places = reinterpret_cast<LatencyPlace*>(slot.get());
-  launch.keep(slot);
-  launch.enter(open.call);
-  launch.run(launch_latency_open(open, launch.stream()), "launch_latency_open");
-  const Event event = launch.finish();
-  try {
-    engine->finish(kMakeOnGpu, event);
-  } catch (const Error&) {
-    if (invalid) throw *invalid;
-    throw;
-  }
-  if (invalid) throw *invalid;
-  LatencyView view = make_view(*engine, config, memory, group);
-  view.words = reinterpret_cast<LatencyWords*>(segment.data + memory.words);
-  find_peers(*engine, open.places, memory.bytes, group, view);
-  join_domain(view);
-  if (!group.members.empty()) join_others(group, view);
-  std::shared_ptr<std::byte> alarm;
-  if (config.masks) {
-    alarm = engine->take_alarm();
-    view.alarm = reinterpret_cast<LatencyAlarm*>(alarm.get());
-  }
-  engine->add_latency_memory(segment, config.masks ? view.layout.gone : 0);
-  return std::make_shared<CudaLatency>(std::move(engine), config, memory, segment, view,
-                                       std::move(alarm), group);
-}
-
-std::shared_ptr<LatencyEngine> CudaEngine::make_latency(const LatencyConfig& config) {
-  now_.check_whole("LatencyExchange");
-  check_not_elastic(config_, rank());
-  return make_cuda_latency(shared_from_this(), config);
-}
-
 void throw_evicted(const LatencyAlarm& alarm, const char* call, int rank) {
   const std::uint32_t behind = load(alarm.behind);
   if (behind == 0) return;
@@ -219,7 +97,7 @@ LatencyAlarm& CudaLatency::alarm() const {
 }
 
 void CudaLatency::check_evicted(const char* call) const {
-  if (!alarm_) return;
+  if (!alarm_) return check_whole(call);
   if (must_rejoin_.load()) {
     throw Error(ErrorKind::evicted,
                 "rank " + to_string(rank()) + ": " + call +
@@ -233,8 +111,8 @@ void CudaLatency::check_current(const char* call, const LatencyRound& round) con
   if (round.rejoins == rejoins_.load()) return;
   throw Error(ErrorKind::evicted,
               "rank " + to_string(rank()) + ": " + call +
-                  ": this result is of a dispatch before the last rejoin; its rows may still be "
-                  "read, but neither received nor combined",
+                  ": this result is of a dispatch before the last rejoin or regroup; its rows may "
+                  "still be read, but neither received nor combined",
               {rank(), rank(), call, 0, 0, 0});
 }
 
@@ -265,6 +143,11 @@ void CudaLatency::set_mask(int rank, bool masked) {
     refuse("set_mask", "rank", to_string(rank),
            "another rank of the group, 0 … " + to_string(ranks() - 1));
   }
+  const std::vector<int> gone = lost();
+  if (!masked && std::binary_search(gone.begin(), gone.end(), rank)) {
+    refuse("set_mask", "masked", "false for rank " + to_string(rank) + ", which was lost",
+           "true, or an exchange that is made anew, once a process has its place");
+  }
   change_mask("set_mask", rank, masked);
 }
 
@@ -289,6 +172,84 @@ void CudaLatency::launch_rejoin() {
   launch.enter_apart(signature(CallKind::latency));
   launch.run(launch_latency_rejoin(parameters, launch.stream()), "launch_latency_rejoin");
   engine_->finish(kRejoin, launch.finish());
+  must_rejoin_.store(false);
+}
+
+std::vector<int> CudaLatency::lost() const {
+  const std::scoped_lock lock(mutex_);
+  return lost_;
+}
+
+void CudaLatency::check_whole(const char* call) const {
+  const std::vector<int> gone = lost();
+  if (gone.empty()) return;
+  throw Error(ErrorKind::invalid_argument,
+              std::string(call) + ": " + spell_ranks(gone) + " of the exchange" +
+                  (gone.size() > 1 ? " were" : " was") + " lost (it was made in epoch " +
+                  to_string(made_in_) + "); make the exchange anew, with masks",
+              {rank(), gone.front(), call, 0, 0, 0});
+}
+
+template <class LaunchKernel>
+void CudaLatency::run_alone(const char* kernel, const LaunchKernel& launch) const {
+  const OnDevice here(engine_->device().index);
+  GpuMemory& gpu = engine_->gpu();
+  const cudaStream_t own = gpu.own().stream;
+  check(launch(own), kernel);
+  const GpuEvent done = gpu.events()->take();
+  check(cudaEventRecord(done.get(), own), "cudaEventRecord");
+  poll([&] { return is_done(done); }, engine_->config().deadline, engine_->config().on_wait);
+}
+
+std::uint64_t CudaLatency::newest_used() {
+  const std::shared_ptr<std::byte> word = engine_->pinned_words();
+  auto* newest = reinterpret_cast<std::uint64_t*>(word.get());
+  run_alone("launch_latency_newest",
+            [&](cudaStream_t stream) { return launch_latency_newest(view_, newest, stream); });
+  return load(*newest);
+}
+
+void CudaLatency::go_on_after(std::uint64_t generation, std::uint64_t epoch) {
+  LatencyEpochParameters parameters;
+  parameters.view = view_;
+  parameters.generation = generation;
+  parameters.epoch = static_cast<std::uint32_t>(epoch);
+  for (const int r : lost()) parameters.lost[r / 32] |= 1u << r % 32;
+  run_alone("launch_latency_epoch",
+            [&](cudaStream_t stream) { return launch_latency_epoch(parameters, stream); });
+}
+
+void CudaLatency::begin() {
+  constexpr std::uint64_t kFirst = 2;  // below it there are no two buffers
+  std::vector<std::shared_ptr<std::byte>> held;
+  for (std::size_t r = 0; r < peers_.size(); ++r) {
+    if (!peers_[r].memory) lost_.push_back(static_cast<int>(r));
+    held.push_back(peers_[r].memory);
+  }
+  if (!lost_.empty()) go_on_after(kFirst, made_in_);
+  engine_->add_latency_memory({.memory = segment_,
+                               .gone = alarm_ ? view_.layout.gone : 0,
+                               .exchange = weak_from_this(),
+                               .held = std::move(held)});
+}
+
+/// A rank that is lost to the exchange remains so: another process has other memory.
+void CudaLatency::begin_epoch(const engine::Epoch& next) {
+  const fabric::DeviceMemory& wire = engine_->gpu().wire();
+  std::vector<int> gone;
+  for (int r = 0; r < ranks(); ++r) {
+    const LatencyPeer& peer = peers_[static_cast<std::size_t>(r)];
+    const bool here = peer.memory && engine_->channel().has(r) &&
+                      wire.pointer(r, peer.segment) == peer.memory.get();
+    if (!here) gone.push_back(r);
+  }
+  {
+    const std::scoped_lock lock(mutex_);
+    lost_ = std::move(gone);
+  }
+  rejoins_.fetch_add(1);
+  if (!alarm_ && !lost().empty()) return;  // no call comes any more
+  go_on_after(next.first, next.number);
   must_rejoin_.store(false);
 }
 

@@ -48,7 +48,7 @@ class LatencyLease {
 struct LatencyRound {
   std::shared_ptr<LatencyLease> lease{};
   std::size_t result = 0;               ///< which of the two
-  std::uint64_t rejoins = 0;            ///< of the exchange, before this round
+  std::uint64_t rejoins = 0;            ///< of the exchange, and epochs, before this round
   std::optional<TensorView> wait_ns{};  ///< of the dispatch
   RowOrder order = RowOrder::expert_major;
   bool weighted = false;                 ///< weights came with it
@@ -84,13 +84,31 @@ struct LatencyGroup {
   std::function<Error(const char* call, const Error& error)> told{};
 };
 
-/// engine.cpp: memory, masks; dispatch.cpp; combine.cpp.
-class CudaLatency final : public LatencyEngine, public std::enable_shared_from_this<CudaLatency> {
+/// A rank's memory of the exchange, held; null: its seat was a hole.
+struct LatencyPeer {
+  fabric::SegmentId segment = 0;
+  std::shared_ptr<std::byte> memory{};
+};
+
+/// What the making of an exchange yields (create.cpp).
+struct LatencyParts {
+  LatencyConfig config{};
+  LatencyMemory memory{};
+  fabric::Segment segment{};
+  LatencyView view{};
+  std::shared_ptr<std::byte> alarm{};  ///< pinned, a LatencyAlarm; null: no masks
+  std::vector<LatencyPeer> peers{};    ///< of each rank of the engine
+  std::uint64_t epoch = 0;             ///< of the group
+};
+
+/// engine.cpp: memory, masks, epochs; dispatch.cpp; combine.cpp.
+class CudaLatency final : public LatencyEngine,
+                          public EpochMember,
+                          public std::enable_shared_from_this<CudaLatency> {
  public:
-  /// `alarm`: pinned, a LatencyAlarm; null: the exchange has no masks.
-  CudaLatency(std::shared_ptr<CudaEngine> engine, const LatencyConfig& config,
-              const LatencyMemory& memory, const fabric::Segment& segment, const LatencyView& view,
-              std::shared_ptr<std::byte> alarm, const LatencyGroup& group);
+  CudaLatency(std::shared_ptr<CudaEngine> engine, LatencyParts parts, const LatencyGroup& group);
+  /// Once, before any call, in the epoch in which it was made.
+  void begin();
 
   const LatencyView& view() const { return view_; }
   const LatencyConfig& config() const override { return config_; }
@@ -105,6 +123,9 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
   void clear_masks() override;
   const std::uint64_t* mask_count() const override;
   void rejoin() override;
+
+  std::uint64_t newest_used() override;
+  void begin_epoch(const engine::Epoch& next) override;
 
   /// The second halves. `stream` null: they block. `claim` is kept once they take place.
   void receive_rows(const LatencyRound& round, const Stream* stream, Claim& claim);
@@ -132,9 +153,17 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
                                const LatencyCombineOptions& options);
   /// Refuses an exchange without masks.
   LatencyAlarm& alarm() const;
-  /// Throws when another rank goes on without this one, until it has rejoined.
+  /// Throws when another rank goes on without this one, until it has rejoined; without masks, when
+  /// a rank of the exchange is lost.
   void check_evicted(const char* call) const;
-  /// Refuses a result from before the last rejoin.
+  void check_whole(const char* call) const;
+  std::vector<int> lost() const;
+  /// The ranks that are left go on after this generation, in this epoch of the group.
+  void go_on_after(std::uint64_t generation, std::uint64_t epoch);
+  /// Between calls, of which none runs.
+  template <class LaunchKernel>
+  void run_alone(const char* kernel, const LaunchKernel& launch) const;
+  /// Refuses a result from before the last rejoin or regroup.
   void check_current(const char* call, const LatencyRound& round) const;
   void change_mask(const char* call, int rank, bool masked);
   void launch_rejoin();
@@ -180,11 +209,14 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
   fabric::Segment segment_;
   LatencyView view_;
   std::shared_ptr<std::byte> alarm_;
+  std::vector<LatencyPeer> peers_;
+  std::uint64_t made_in_;  // epoch
   std::shared_ptr<void> outside_memory_;  // of an exchange with other domains
   std::function<Error(const char*, const Error&)> told_;
   std::atomic<std::uint64_t> rejoins_{0};
   std::atomic<bool> must_rejoin_{false};  // the last attempt failed
-  std::mutex mutex_;                      // of what follows: results are dropped on any thread
+  mutable std::mutex mutex_;              // of what follows: results are dropped on any thread
+  std::vector<int> lost_{};               // ascending; of an epoch and all after it
   std::uint64_t dispatches_ = 0;
   std::array<ResultBuffer, 2> results_{};
 };

@@ -10,7 +10,6 @@
 #include "core/layout.hpp"
 #include "cuda/engine.hpp"
 #include "cuda/kernels/base/load.hpp"
-#include "cuda/runtime/links.hpp"
 #include "cuda/throughput/create.hpp"
 #include "cuda/throughput/engine.hpp"
 #include "cuda/throughput/gpu_page.hpp"
@@ -103,16 +102,6 @@ int chosen_device(const GroupConfig& config) {
   return device;
 }
 
-/// Whether LL128 rows come through between all ranks. Collective.
-bool all_carry_ll128(Bootstrap& bootstrap, const GroupConfig& config, int device,
-                     const std::vector<GpuPlace>& places) {
-  return engine::all_can(bootstrap, config, "Group: links", [&] {
-    std::vector<cudaUUID_t> gpus;
-    for (const GpuPlace& place : places) gpus.push_back(place.gpu);
-    return carries_ll128(device, gpus);
-  });
-}
-
 /// That device must be current.
 GpuPlace prepare_device(int device, Parts& parts) {
   const GpuPlace mine = place_of(device, parts.num_sms);
@@ -122,9 +111,7 @@ GpuPlace prepare_device(int device, Parts& parts) {
 }
 
 /// Takes part in the first step of all ranks, which may fail on one: device, kernels, its place.
-/// Returns those of all.
-std::vector<GpuPlace> meet(Bootstrap& bootstrap, const GroupConfig& config, int device,
-                           Parts& parts) {
+void meet(Bootstrap& bootstrap, const GroupConfig& config, int device, Parts& parts) {
   const auto told = engine::together(bootstrap, config, "Group: GPU", [&] {
     const OnDevice here(device);
     const GpuPlace mine = prepare_device(device, parts);
@@ -139,7 +126,6 @@ std::vector<GpuPlace> meet(Bootstrap& bootstrap, const GroupConfig& config, int 
   const GpuPlace& mine = places[static_cast<std::size_t>(bootstrap.rank())];
   parts.sharing = static_cast<int>(std::count_if(
       places.begin(), places.end(), [&](const GpuPlace& other) { return same_gpu(other, mine); }));
-  return places;
 }
 
 /// Returns a spare one: as many segments as cards; of the least size.
@@ -291,9 +277,8 @@ std::shared_ptr<CudaEngine> make_engine(Bootstrap& bootstrap, const GroupConfig&
     return std::vector<std::byte>();
   });
   const OnDevice here(device);
-  const std::vector<GpuPlace> places = meet(bootstrap, config, device, parts);
+  meet(bootstrap, config, device, parts);
   parts.sharing = std::max(parts.sharing, sharing);
-  parts.carries_ll128 = all_carry_ll128(bootstrap, config, device, places);
   make_cpu_control(bootstrap, config, parts);
   auto wire = fabric::make_device_memory(bootstrap, memory_options(config, device));
   parts.gpu = std::make_shared<GpuMemory>(std::move(wire), config.deadline);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <thread>
 #include <utility>
 
@@ -141,6 +142,7 @@ CudaEngine::~CudaEngine() {
       new Parts(parts_);
       new GroupWords(words_);
       new std::deque<Flight>(in_flight_);
+      new std::vector<LatencySegment>(latency_segments_);
       new std::vector<std::shared_ptr<void>>{failures_, counts_, alarms_, staging_};
     }
     cudaStreamDestroy(aux_);
@@ -450,10 +452,26 @@ TimeStats CudaEngine::time() const {
   return {exchange_ns_.load(std::memory_order_relaxed), wait_ns_.load(std::memory_order_relaxed)};
 }
 
-void CudaEngine::add_latency_memory(const fabric::Segment& segment, std::size_t gone) {
+void CudaEngine::add_latency_memory(LatencySegment segment) {
+  segment.told.resize(segment.gone == 0 ? 0 : static_cast<std::size_t>(size()));
   std::scoped_lock lock(latency_mutex_);
-  latency_segments_.push_back(
-      {segment, gone, std::vector<bool>(gone == 0 ? 0 : static_cast<std::size_t>(size()))});
+  latency_segments_.push_back(std::move(segment));
+}
+
+/// Those that are left, while no kernel of the group runs.
+std::vector<std::shared_ptr<EpochMember>> CudaEngine::exchanges() {
+  std::vector<std::shared_ptr<EpochMember>> all;
+  std::vector<std::shared_ptr<std::byte>> unused;  // dropped without the lock
+  std::scoped_lock lock(latency_mutex_);
+  for (LatencySegment& segment : latency_segments_) {
+    if (auto exchange = segment.exchange.lock()) {
+      all.push_back(std::move(exchange));
+    } else {
+      std::move(segment.held.begin(), segment.held.end(), std::back_inserter(unused));
+      segment.held.clear();
+    }
+  }
+  return all;
 }
 
 bool CudaEngine::is_latency_memory(const void* pointer) const {

@@ -50,7 +50,6 @@ struct Parts {
   DeviceControlLayout layout{};
   int sharing = 1;             ///< ranks on this GPU
   int num_sms = 1;             ///< of this GPU
-  bool carries_ll128 = false;  ///< between all ranks (runtime/links.hpp)
 };
 
 /// What the monitor reads to know whether a call still waits for a peer.
@@ -61,6 +60,30 @@ struct PeerWords {
   std::uint64_t blocks;  ///< of the peer's dispatch
   std::uint64_t delivered[kMaxBlocks];
   std::uint64_t done;
+};
+
+/// What has its part in a change of epochs beside the calls: a latency exchange. No kernel of the
+/// group runs then.
+class EpochMember {
+ public:
+  virtual ~EpochMember() = default;
+  /// The newest generation of its own that this rank knows of.
+  virtual std::uint64_t newest_used() = 0;
+  /// The channel and the memory of the peers are those of the next epoch, whose first generation is
+  /// above what `newest_used` says on each of its ranks.
+  virtual void begin_epoch(const engine::Epoch& next) = 0;
+};
+
+/// Of a latency exchange, until the group ends.
+struct LatencySegment {
+  fabric::Segment memory{};
+  /// Offset of a u32 for each rank, which says that nothing of it comes any more (cuda::Gone); 0:
+  /// the exchange has no masks.
+  std::size_t gone = 0;
+  std::weak_ptr<EpochMember> exchange{};
+  /// Memory of peers that it writes to; as long as the exchange lives, or kernels of it may run.
+  std::vector<std::shared_ptr<std::byte>> held{};
+  std::vector<bool> told{};  ///< of whose end; for `gone`
 };
 
 /// What the CPU writes at once into the control segment, at most.
@@ -135,7 +158,6 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   /// Of a group whose lost ranks are replaced.
   bool elastic() const { return !config_.elastic.empty(); }
   bool shares_gpu() const { return parts_.sharing > 1; }
-  bool carries_ll128() const { return parts_.carries_ll128; }
   /// For what a call does in this GPU's memory alone: all of this rank's share.
   int local_sms() const { return std::max(1, parts_.num_sms / parts_.sharing); }
   enum class Pieces {
@@ -161,9 +183,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   /// Registers a segment and offers it to the peers, who have mapped it on return. bytes 0: the
   /// GPU's memory is exhausted.
   fabric::Segment add_segment(const char* call, std::size_t bytes);
-  /// Latency exchanges own a segment each, until the group ends. `gone`: offset of a u32 for each
-  /// rank, which says that nothing of it comes any more (cuda::Gone); 0: the exchange has no masks.
-  void add_latency_memory(const fabric::Segment& segment, std::size_t gone);
+  void add_latency_memory(LatencySegment segment);
   /// Pinned and zeroed: a LatencyAlarm.
   std::shared_ptr<std::byte> take_alarm() { return alarms_->take(); }
   bool is_latency_memory(const void* pointer) const;
@@ -216,6 +236,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void look_after_peers();
   void serve_offers();
   void tell_of_gone();
+  std::vector<std::shared_ptr<EpochMember>> exchanges();
   bool tell_of_death(std::byte* word);
   std::uint64_t ended_calls();
   /// Whether the call that runs on the GPU now still needs something from this peer.
@@ -277,11 +298,6 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   std::mutex wire_mutex_;                 // the table, aux_
   std::shared_ptr<std::byte> staging_{};  // pinned: for writing, for reading, for what says dead
   mutable std::mutex latency_mutex_;
-  struct LatencySegment {
-    fabric::Segment memory{};
-    std::size_t gone = 0;
-    std::vector<bool> told{};  ///< of whose end; for `gone`
-  };
   std::vector<LatencySegment> latency_segments_{};
   FatalFailure fatal_{};
   std::atomic<std::uint64_t> exchange_ns_{0};

@@ -233,7 +233,7 @@ void CudaEngine::tell_of_gone() {
   for (LatencySegment& segment : latency_segments_) {
     for (std::size_t peer = 0; peer < segment.told.size(); ++peer) {
       const int rank_of = static_cast<int>(peer);
-      if (segment.told[peer] || rank_of == rank()) continue;
+      if (segment.told[peer] || rank_of == rank() || !channel_.has(rank_of)) continue;
       if (!channel_.gone(rank_of)) continue;
       segment.told[peer] =
           tell_of_death(segment.memory.data + segment.gone +

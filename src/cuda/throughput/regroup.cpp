@@ -37,7 +37,7 @@ void await_device(int device, std::chrono::nanoseconds most, const std::string& 
 }  // namespace
 
 ferry::GroupView EpochChange::run() {
-  check_possible();
+  engine_.check_can_regroup(kRegroup);
   const OnDevice here(engine_.device().index);
   const auto turn = engine_.take_turn([this] {
     if (engine_.destroyed()) engine_.channel_.check_usable(kRegroup);
@@ -87,17 +87,6 @@ void EpochChange::find_ranks() {
   }
 }
 
-void EpochChange::check_possible() const {
-  engine_.check_can_regroup(kRegroup);
-  std::scoped_lock lock(engine_.latency_mutex_);
-  if (!engine_.latency_segments_.empty()) {
-    throw Error(ErrorKind::unsupported,
-                "regroup: this group, with backend cuda, has had latency exchanges, whose memory "
-                "belongs to its first epoch; make them in another group",
-                {engine_.rank(), -1, kRegroup, 0, 0, 0});
-  }
-}
-
 /// No kernel of this group runs any more, and none begins.
 void EpochChange::end_calls() {
   const int rank = engine_.rank(), device = engine_.device().index;
@@ -115,7 +104,12 @@ void EpochChange::end_calls() {
   // Of replays of graphs the group knows nothing.
   if (engine_.has_graphs_) await_device(device, deadline, late);
   if (engine_.words_.failed()) (void)engine_.fatal_error();
-  channel.count(protocol::DeviceEpoch<>::newest_used(engine_.ended_calls(), engine_.calls_));
+  std::uint64_t newest =
+      protocol::DeviceEpoch<>::newest_used(engine_.ended_calls(), engine_.calls_);
+  for (const auto& exchange : engine_.exchanges()) {
+    newest = std::max(newest, exchange->newest_used());
+  }
+  channel.count(newest);
 }
 
 /// Learns how the calls of the epoch have ended, all of which have.
@@ -175,6 +169,7 @@ void EpochChange::begin_epoch(const engine::Epoch& next) {
   engine_.tuner_.forget();
   if (engine_.times_) engine_.times_->begin_epoch(next.number);
   engine_.channel_.enter_call({});
+  for (const auto& exchange : engine_.exchanges()) exchange->begin_epoch(next);
 }
 
 /// One that has ended since gets memory that nobody reads: it is awaited, as everywhere, until its

@@ -1,6 +1,7 @@
 // A change of the membership, in place (engine/membership/regroup.hpp): the calls of the epoch end,
 // the ranks that are left agree, then this GPU's words are those of the next epoch. Its memory, and
-// graphs that were captured, stay. Of processes that have taken places the memory is mapped.
+// graphs that were captured, stay. Of processes that have taken places the memory is mapped. Latency
+// exchanges go on among the ranks that are left of theirs.
 #pragma once
 #include "engine/membership/regroup.hpp"
 #include "ferry/group.hpp"
@@ -17,7 +18,6 @@ class EpochChange {
   void join(std::uint64_t ticket);
 
  private:
-  void check_possible() const;
   void end_calls();
   void end_flights();
   engine::Regroup& membership(std::uint64_t ticket = 0);

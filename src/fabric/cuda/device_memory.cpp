@@ -36,6 +36,11 @@ class RegisteredDeviceMemory final : public DeviceMemory {
     const Entry* entry = find(peer, segment);
     return entry == nullptr ? nullptr : entry->block->data();
   }
+  std::shared_ptr<std::byte> hold(int peer, SegmentId segment) const override {
+    const Entry* entry = find(peer, segment);
+    if (entry == nullptr) return nullptr;
+    return {entry->block, entry->block->data()};
+  }
   std::size_t bytes(int peer, SegmentId segment) const noexcept override {
     const Entry* entry = find(peer, segment);
     return entry == nullptr ? 0 : entry->block->bytes();
@@ -43,7 +48,10 @@ class RegisteredDeviceMemory final : public DeviceMemory {
   std::vector<std::byte> card() const override { return to_bytes(sharing_->card()); }
   bool seat(int peer, std::span<const std::byte> card) override;
   bool shares_gpu(int peer) const override {
-    return sharing_->domain().of(peer).fixed.uuid == sharing_->context().uuid();
+    return gpu_of(peer) == sharing_->context().uuid();
+  }
+  std::array<std::uint8_t, 16> gpu_of(int peer) const override {
+    return sharing_->domain().of(peer).fixed.uuid;
   }
 
  private:

@@ -1,8 +1,10 @@
 // Registered GPU memory of one rank, and the peers' as this GPU sees it. All ranks of the group lie
 // in one domain: every GPU can load from and store to every other one.
 #pragma once
+#include <array>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <ferry/bootstrap.hpp>
 #include <memory>
 #include <span>
@@ -67,6 +69,9 @@ class DeviceMemory {
 
   /// The segment as this GPU sees it; null if it is not attached. Own rank: its data.
   virtual std::byte* pointer(int peer, SegmentId segment) const noexcept = 0;
+  /// The same, which stays mapped as long as what is returned lives, also when another process takes
+  /// that rank's place.
+  virtual std::shared_ptr<std::byte> hold(int peer, SegmentId segment) const = 0;
   /// 0 if it is not attached.
   virtual std::size_t bytes(int peer, SegmentId segment) const noexcept = 0;
 
@@ -75,11 +80,13 @@ class DeviceMemory {
   /// What others must know of this rank to attach its segments, for `seat` and join_device_memory.
   virtual std::vector<std::byte> card() const = 0;
   /// From now on `peer` is the process with this card, of which nothing is attached yet. Nobody
-  /// asks for pointers meanwhile, and no kernel uses what was attached of the one before: it is
-  /// unmapped. False: it is that process already. Throws Error(mismatch) or Error(unsupported).
+  /// asks for pointers meanwhile, and no kernel uses what was attached of the one before, unless it
+  /// is held: it is unmapped. False: it is that process already. Throws Error(mismatch) or Error(unsupported).
   virtual bool seat(int peer, std::span<const std::byte> card) = 0;
   /// Whether the peer has this rank's GPU.
   virtual bool shares_gpu(int peer) const = 0;
+  /// The UUID of the peer's GPU.
+  virtual std::array<std::uint8_t, 16> gpu_of(int peer) const = 0;
 };
 
 /// Collective; a handful of all-gathers. Tries with a small segment of every rank what works

@@ -89,17 +89,21 @@ struct LatencyCombineParameters {
 };
 cudaError_t launch_latency_combine(const LatencyCombineParameters& parameters, cudaStream_t stream);
 
-/// Where a peer's registered memory of the exchange is; pinned.
+/// What a rank says of an exchange that is made: the segment of its registered memory, and whether
+/// LL128 rows come through from it to all ranks.
+inline constexpr std::uint32_t kCarriesLL128 = 1u << 31;
 struct LatencyPlace {
-  std::uint32_t segment = 0;
+  std::uint32_t word = 0;
+  std::uint32_t segment() const { return word & ~kCarriesLL128; }
+  bool carries_ll128() const { return (word & kCarriesLL128) != 0; }
 };
 struct LatencyOpenParameters {
   GroupView group{};
   CallSignature call{};  ///< with the configuration
   StepStatus status = StepStatus::ok;
-  std::uint32_t segment = 0;
+  LatencyPlace place{};            ///< this rank's
   std::int64_t need_bytes = 0;     ///< no_room
-  LatencyPlace* places = nullptr;  ///< [R], pinned
+  LatencyPlace* places = nullptr;  ///< [R], pinned; of holes nothing is written
   Failure* failure = nullptr;
 };
 /// The making of an exchange, a call of the group: every rank learns where the others' memory is.
@@ -121,6 +125,20 @@ struct LatencyRejoinParameters {
 /// All ranks but those that are gone go on after the newest generation that any of them used,
 /// without masks. No latency call of this rank may run.
 cudaError_t launch_latency_rejoin(const LatencyRejoinParameters& parameters, cudaStream_t stream);
+
+/// Before the group's next epoch: the newest generation that this rank knows of, to pinned memory.
+/// No kernel of the group runs here.
+cudaError_t launch_latency_newest(const LatencyView& view, std::uint64_t* newest,
+                                  cudaStream_t stream);
+struct LatencyEpochParameters {
+  LatencyView view{};
+  std::uint64_t generation = 0;                    ///< above all that any rank of the epoch knows of
+  std::uint32_t epoch = 0;                         ///< its number, or the low bits of that
+  std::uint32_t lost[(kMaxDomain + 31) / 32]{};    ///< a bit for each rank
+};
+/// As a rejoin of the ranks that are not lost, of which nobody waits for another: they go on after
+/// `generation`. No kernel runs at any of them, or only those of the same epoch.
+cudaError_t launch_latency_epoch(const LatencyEpochParameters& parameters, cudaStream_t stream);
 
 /// Whether the kernels can serve this exchange.
 bool fits_latency(const LatencyView& view);

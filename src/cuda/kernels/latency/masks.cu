@@ -13,18 +13,16 @@ using namespace device;
 __global__ void __launch_bounds__(kOneBlockThreads)
     latency_mask_kernel(const __grid_constant__ LatencyView v, int rank, bool masked) {
   for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kOneBlockThreads) {
-    if ((rank >= 0 && r != rank) || r == v.group.rank) continue;
+    if ((rank >= 0 && r != rank) || r == v.group.rank || is_lost(v, r)) continue;
     if (!masked || v.words->masked[r] == 0) v.words->masked[r] = masked ? kMaskedByHost : 0;
-    const Gone gone = masked ? Gone::without_us : Gone::no;
-    store_relaxed(LatencyPlaces{v, 0}.gone(v.peers[r], v.line[r]),
-                  static_cast<std::uint32_t>(gone));
+    tell_gone(v, r, masked ? Gone::without_us : Gone::no);
     store_relaxed(&v.alarm->ranks[r], masked ? 1 : 0);
   }
   if (masked || load_relaxed(&v.alarm->behind) == 0) return;
   // Evicted no more, if nobody goes on without this rank now.
   bool behind = false;
   for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kOneBlockThreads) {
-    behind |= find_gone(v, r) == Gone::without_us;
+    behind |= !is_lost(v, r) && find_gone(v, r) == Gone::without_us;
   }
   if (__syncthreads_or(behind) == 0 && threadIdx.x == 0) store_relaxed(&v.alarm->behind, 0);
 }

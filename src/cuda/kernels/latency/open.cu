@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kOneBlockThreads)
   if (!begin_call(p.group, generation)) return;
   post_entry(p.group, control, generation, p.call, [&](DeviceHead& head) {
     head.status = p.status;
-    head.segment = p.segment;
+    head.segment = p.place.word;
     head.detail = p.need_bytes;
   });
   Verdict verdict;
@@ -28,8 +28,9 @@ __global__ void __launch_bounds__(kOneBlockThreads)
     return;
   }
   for (int r = static_cast<int>(threadIdx.x); r < p.group.ranks; r += kOneBlockThreads) {
+    if (is_hole(p.group, r)) continue;
     const std::uint64_t word = head_word(p.group, r, generation, kStatusWord);
-    p.places[r].segment = static_cast<std::uint32_t>(word >> 32);
+    p.places[r].word = static_cast<std::uint32_t>(word >> 32);
   }
   __syncthreads();
   if (threadIdx.x == 0) end_call(p.group, generation);

@@ -5,7 +5,9 @@
 // generation that it used; who has all offers answers with the newest of them, and goes on when all
 // answers are the same. Ranks whose attempts failed count rounds differently: whoever sees a later
 // one joins it, also while it waits for answers, for the offers may have been those of an attempt
-// that had failed. A word is round << 48 | generation, so it only grows.
+// that had failed. A word is round << 48 | generation, so it only grows within an epoch of the
+// group. A regroup needs no words: the CPUs have agreed, on a generation above all that were used,
+// and the small kernels at the end go on after it.
 #include "cuda/kernels/base/load.hpp"
 #include "cuda/kernels/latency/kernels.hpp"
 #include "cuda/kernels/latency/wait.cuh"
@@ -83,7 +85,7 @@ struct Rejoining {
   __device__ bool some_held_up() const {
     const LatencyView& v = p.view;
     for (int r = 0; r < v.group.ranks; ++r) {
-      if (r != v.group.rank && was_held_up(v, r)) return true;
+      if (r != v.group.rank && !is_lost(v, r) && was_held_up(v, r)) return true;
     }
     return false;
   }
@@ -95,27 +97,33 @@ struct Rejoining {
   }
 };
 
-/// One thread: what `peer` said of its mask holds no longer. False: this rank's CPU has found it
-/// dead meanwhile, which it says once.
-__device__ bool forget_mask_of(const LatencyPlaces& at, int peer) {
-  constexpr auto kMask = static_cast<unsigned>(Gone::without_us);
-  constexpr auto kNo = static_cast<unsigned>(Gone::no);
-  constexpr auto kDead = static_cast<unsigned>(Gone::dead);
-  return atomicCAS_system(at.gone(at.v.sources[peer], peer), kMask, kNo) != kDead;
+/// No epoch has this number, of as many bits as a word of `gone` has for it.
+constexpr std::uint32_t kNoEpoch = 0xffffffff;
+
+/// One thread: what `peer` said of its mask holds no longer, unless it was in epoch `kept`. False:
+/// this rank's CPU has found it dead meanwhile, which it says once.
+__device__ bool forget_mask_of(const LatencyPlaces& at, int peer, std::uint32_t kept) {
+  std::uint32_t* word = at.gone(at.v.sources[peer], peer);
+  std::uint32_t seen = load_relaxed(word);
+  if (gone_in(seen) == Gone::without_us && seen >> kGoneShift != kept) {
+    seen = atomicCAS_system(word, seen, static_cast<unsigned>(Gone::no));
+  }
+  return gone_in(seen) != Gone::dead;
 }
 
 /// Whole block. Nothing that a rank wrote in a generation up to `agreed` is read any more. All
 /// ranks have ended their calls before, so inside the domain nobody writes to another's buffers
 /// now. Between domains writes may still be under way: the proxies deal with them once `word`
-/// (round and generation) has told them of the rejoin. `absent`: one entry for each rank.
+/// (round and generation) has told them of the rejoin. `absent`: one entry for each rank. `kept`: as
+/// forget_mask_of takes it.
 __device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, std::uint64_t word,
-                            const bool* absent) {
+                            const bool* absent, std::uint32_t kept) {
   const LatencyPlaces at{v, agreed};
 #pragma unroll 1
   for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kOneBlockThreads) {
-    const bool away = absent[r] || !forget_mask_of(at, r);
-    v.words->masked[r] = away ? kMaskedByHost : 0;
-    store_relaxed(&v.alarm->ranks[r], away ? 1 : 0);
+    const bool away = absent[r] || !forget_mask_of(at, r, kept);
+    if (!is_lost(v, r)) v.words->masked[r] = away ? kMaskedByHost : 0;
+    if (v.alarm != nullptr) store_relaxed(&v.alarm->ranks[r], away ? 1 : 0);
     if (!away &&
         (v.beyond[r / 32] >> r % 32 & 1) != 0) {  // there, the rank that is meant clears it
       store_relaxed(at.gone(v.peers[r], v.line[r]), static_cast<std::uint32_t>(Gone::no));
@@ -129,7 +137,7 @@ __device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, std::uin
   words.received[agreed % 2] = agreed;
   words.received[(agreed + 1) % 2] = agreed - 1;
   words.released = agreed;
-  store_relaxed(&v.alarm->behind, 0);
+  if (v.alarm != nullptr) store_relaxed(&v.alarm->behind, 0);
   if (v.inbox != nullptr) store_release(at.rejoined(v.inbox), word);
 }
 
@@ -144,7 +152,9 @@ __global__ void __launch_bounds__(kOneBlockThreads)
   std::uint64_t* rounds = &v.words->rounds;
   Rejoining rejoining{p, load_relaxed(rounds) + 1};
   const std::uint64_t used = load_relaxed(&v.words->generation);
-  for (int r = static_cast<int>(threadIdx.x); r < ranks; r += kOneBlockThreads) absent[r] = false;
+  for (int r = static_cast<int>(threadIdx.x); r < ranks; r += kOneBlockThreads) {
+    absent[r] = is_lost(v, r);
+  }
   if (threadIdx.x == 0) latest = rejoining.round;
   for (;;) {
     if (threadIdx.x == 0) newest = used;
@@ -185,9 +195,61 @@ __global__ void __launch_bounds__(kOneBlockThreads)
         });
     if (!answered) return;
     if (is_late()) continue;
-    go_on_after(v, agreed, rejoining.word(agreed), absent);
+    go_on_after(v, agreed, rejoining.word(agreed), absent, kNoEpoch);
     return;
   }
+}
+
+/// Of what this rank has sent, and of the words that it has heard.
+__global__ void __launch_bounds__(kOneBlockThreads)
+    latency_newest_kernel(const __grid_constant__ LatencyView v, std::uint64_t* newest) {
+  __shared__ unsigned long long most;
+  if (threadIdx.x == 0) most = v.words->generation + 1;  // of a dispatch that was cut off
+  __syncthreads();
+  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kOneBlockThreads) {
+    for (const std::size_t lines : {v.layout.offers, v.layout.answers}) {
+      const std::uint64_t word = load_relaxed(LatencyPlaces::line_of(v.sources[r], lines, r));
+      atomicMax(&most, static_cast<unsigned long long>(generation_in(word)));
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) store_release(newest, most);
+}
+
+/// One thread: a word of rejoining that `peer` wrote before generation `first`.
+__device__ void forget_rejoin_of(const LatencyView& v, std::size_t lines, int peer,
+                                 std::uint64_t first) {
+  std::uint64_t* line = LatencyPlaces::line_of(v.sources[peer], lines, peer);
+  const std::uint64_t seen = load_relaxed(line);
+  if (seen == 0 || generation_in(seen) >= first) return;
+  using Word = unsigned long long;
+  atomicCAS_system(reinterpret_cast<Word*>(line), static_cast<Word>(seen), Word{0});
+}
+
+/// Kernels that were stopped in their midst have left counters behind, and ranks whose rejoins
+/// failed count rounds differently: all begin anew.
+__global__ void __launch_bounds__(kOneBlockThreads)
+    latency_epoch_kernel(const __grid_constant__ LatencyEpochParameters p) {
+  __shared__ bool absent[kMaxDomain];
+  const LatencyView& v = p.view;
+  static_assert(sizeof(LatencyWords) % 8 == 0);
+  auto* words = reinterpret_cast<std::uint64_t*>(v.words);
+  for (std::size_t i = threadIdx.x; i < sizeof(LatencyWords) / 8; i += kOneBlockThreads) {
+    store_relaxed(words + i, std::uint64_t{0});
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) v.words->epoch = p.epoch & kNoEpoch >> kGoneShift;
+  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kOneBlockThreads) {
+    absent[r] = (p.lost[r / 32] >> r % 32 & 1) != 0;
+    if (absent[r]) v.words->masked[r] = kLostRank;
+    forget_rejoin_of(v, v.layout.offers, r, p.generation);
+    forget_rejoin_of(v, v.layout.answers, r, p.generation);
+  }
+  __syncthreads();
+  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kOneBlockThreads) {
+    if (absent[r]) tell_gone(v, r, Gone::without_us);
+  }
+  go_on_after(v, p.generation, 0, absent, v.words->epoch);
 }
 
 }  // namespace
@@ -202,8 +264,29 @@ cudaError_t launch_latency_rejoin(const LatencyRejoinParameters& parameters, cud
                           dim3(kOneBlockThreads), arguments, 0, stream);
 }
 
+cudaError_t launch_latency_newest(const LatencyView& view, std::uint64_t* newest,
+                                  cudaStream_t stream) {
+  LatencyView copy = view;
+  void* arguments[] = {&copy, &newest};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(&latency_newest_kernel), dim3(1),
+                          dim3(kOneBlockThreads), arguments, 0, stream);
+}
+
+cudaError_t launch_latency_epoch(const LatencyEpochParameters& parameters, cudaStream_t stream) {
+  LatencyEpochParameters copy = parameters;
+  void* arguments[] = {&copy};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(&latency_epoch_kernel), dim3(1),
+                          dim3(kOneBlockThreads), arguments, 0, stream);
+}
+
 cudaError_t load_latency_rejoin_kernels() {
-  return load_kernel(reinterpret_cast<const void*>(&latency_rejoin_kernel), 0);
+  for (const void* kernel : {reinterpret_cast<const void*>(&latency_rejoin_kernel),
+                             reinterpret_cast<const void*>(&latency_newest_kernel),
+                             reinterpret_cast<const void*>(&latency_epoch_kernel)}) {
+    const cudaError_t error = load_kernel(kernel, 0);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace ferry::cuda

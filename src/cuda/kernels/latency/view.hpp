@@ -23,13 +23,15 @@ struct LatencyWords {
   std::uint32_t calls;          ///< kernel calls so far
   std::uint32_t came_before;    ///< `came` at the end of the last call
   std::uint32_t passed_before;  ///< `passed` then
-  std::uint32_t unused[19];     ///< what follows lies in other lines
+  std::uint32_t epoch;          ///< of the group, that began with the last regroup; 0: none did
+  std::uint32_t unused[18];     ///< what follows lies in other lines
   std::uint32_t came;           ///< blocks that have read the words above
   std::uint32_t left;           ///< blocks that have ended
   std::uint32_t passed;         ///< blocks that have found all headers
   std::uint32_t halted;         ///< blocks that wait for the verdict on a header; 0 between calls
   std::uint32_t lost;  ///< number of the last call in which something of a rank was missing
-  std::uint32_t masked[kMaxDomain];  ///< number of the call in which it was; 0: it is not
+  std::uint32_t masked[kMaxDomain];  ///< number of the call in which it was, kMaskedByHost or
+                                     ///< kLostRank; 0: it is not
   std::uint64_t judged;              ///< generation of the last verdict
   /// Generation in which this rank's header was over its deadline, and what became of it:
   /// generation * 2, + 1: it is there.

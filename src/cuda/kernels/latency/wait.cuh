@@ -63,9 +63,27 @@ __device__ inline bool fail_latency(const LatencyView& v, const LatencyCall& cal
 
 /// No call has this number: what the host has masked is masked in all of them.
 inline constexpr std::uint32_t kMaskedByHost = 0xffffffff;
+/// Nor this: the rank of the exchange was lost, and stays masked when another process has its seat.
+inline constexpr std::uint32_t kLostRank = 0xfffffffe;
 
+__device__ __forceinline__ bool is_lost(const LatencyView& v, int peer) {
+  return load_relaxed(&v.words->masked[peer]) == kLostRank;
+}
+
+/// Below this bit a word of `gone` is Gone, and above it the epoch in which it was said: a rank that
+/// comes to the next epoch late keeps what others have said of it there already.
+inline constexpr int kGoneShift = 2;
+__device__ __forceinline__ Gone gone_in(std::uint32_t word) {
+  return static_cast<Gone>(word & ((1u << kGoneShift) - 1));
+}
 __device__ __forceinline__ Gone find_gone(const LatencyView& v, int peer) {
-  return static_cast<Gone>(load_relaxed(LatencyPlaces{v, 0}.gone(v.sources[peer], peer)));
+  return gone_in(load_relaxed(LatencyPlaces{v, 0}.gone(v.sources[peer], peer)));
+}
+/// Says to a rank that this one goes on without it, or with it.
+__device__ __forceinline__ void tell_gone(const LatencyView& v, int peer, Gone gone) {
+  const std::uint32_t epoch = load_relaxed(&v.words->epoch) << kGoneShift;
+  store_relaxed(LatencyPlaces{v, 0}.gone(v.peers[peer], v.line[peer]),
+                gone == Gone::no ? 0 : epoch | static_cast<std::uint32_t>(gone));
 }
 
 /// The peer missed its deadline where it may. Apart: waits have the registers.
@@ -73,8 +91,7 @@ __device__ __noinline__ inline void mask_late(const LatencyView& v, const Latenc
                                               int peer) {
   if (atomicCAS(&v.words->masked[peer], 0u, call.number) != 0) return;
   store_relaxed(&v.words->last_mask, call.number);
-  const LatencyPlaces at{v, call.generation};
-  store_relaxed(at.gone(v.peers[peer], v.line[peer]), static_cast<std::uint32_t>(Gone::without_us));
+  tell_gone(v, peer, Gone::without_us);
   if (find_gone(v, peer) == Gone::without_us) {
     store_relaxed(&v.alarm->behind, static_cast<std::uint32_t>(peer) + 1);
   }
