@@ -1,6 +1,6 @@
 // Masks as the kernels of latency mode keep them (cuda/kernels/latency_*.cuh), told once more for
 // the explorer, one block a rank: words that carry their generation, credits that a later call
-// gives, weights that come late, masks that are taken back.
+// gives, weights that come late, masks that are taken back, by a regroup, too.
 #include "hash.hpp"
 #include "protocol/rejoin.hpp"
 #include "world.hpp"
@@ -27,6 +27,10 @@ struct DeviceTraits {
   static constexpr bool kLeavesLost = true;
   /// Where the sums of a source lie at their owner.
   static constexpr int place(int source) { return source; }
+  /// What ranks said of their masks in an earlier epoch is over when a rank comes to the next one.
+  static constexpr bool is_over(std::uint64_t said_in, std::uint64_t epoch) {
+    return said_in != epoch;
+  }
 };
 
 struct DeviceTrial {
@@ -34,10 +38,17 @@ struct DeviceTrial {
   bool late_weights = false;
   bool two_alive = false;  ///< two dispatches, then their combines
   bool rejoins = false;    ///< after the generations, or where it was evicted; then one more
+  bool regroups = false;   ///< the same, of the group
+};
+
+/// [of, by]: who has told a rank in the epoch after the regroup that it goes on without it; what
+/// the ranks cannot see.
+struct DeviceTold {
+  std::array<std::array<bool, kMaxRanks>, kMaxRanks> begun{}, done{};
 };
 
 struct DevicePlaces {
-  FlagLayout released, gone;
+  FlagLayout released, gone, stopped;
   protocol::RejoinLayout rejoin;
   std::array<FlagLayout, 2> headers, row_tags, weights, sum_tags;
   Place rows, sums;
@@ -55,11 +66,20 @@ class DeviceRank {
  public:
   static constexpr std::uint64_t kBytes = sizeof(std::uint64_t);
 
-  DeviceRank(World<Base>& world, const DevicePlaces& at, int rank, const DeviceTrial& trial)
-      : world_(world), at_(at), rank_(rank), ranks_(world.what().ranks), trial_(trial) {}
+  DeviceRank(World<Base>& world, const DevicePlaces& at, int rank, const DeviceTrial& trial,
+             DeviceTold& told)
+      : world_(world),
+        at_(at),
+        rank_(rank),
+        ranks_(world.what().ranks),
+        trial_(trial),
+        told_(told) {}
 
   Status run() {
+    for (int peer = 0; peer < ranks_; ++peer) told_.begun[index(peer)][index(rank_)] = false;
+    for (int peer = 0; peer < ranks_; ++peer) told_.done[index(peer)][index(rank_)] = false;
     const bool good = exchanges(1, world_.what().generations);
+    if (trial_.regroups) return regroup();
     if (!trial_.rejoins) return good ? Status{} : evicted();
     protocol::Rejoin<> rejoin(at_.rejoin, rank_, world_.address(rank_, at_.rejoin.offers.flags),
                               world_.address(rank_, at_.rejoin.answers.flags));
@@ -95,10 +115,29 @@ class DeviceRank {
     }
     return true;
   }
+  /// The CPUs agree, when all kernels have ended; each rank goes on as soon as it knows.
+  Status regroup() {
+    for (int peer = 0; peer < ranks_; ++peer) {
+      word(peer, at_.stopped, rank_).store(generation_ + 1, order::release);
+    }
+    Generation agreed = 0;
+    for (int peer = 0; peer < ranks_; ++peer) {
+      const Flag said = word(rank_, at_.stopped, peer);
+      const Status status = said.wait_until([](std::uint64_t seen) { return seen != 0; }, *this);
+      if (!status.ok()) return status;
+      agreed = std::max(agreed, said.load(order::relaxed));
+    }
+    ++epoch_;
+    told_before_ = told_.done[index(rank_)];
+    go_on_after(agreed);
+    return exchanges(agreed + 1, agreed + 2) ? Status{} : evicted();
+  }
   void go_on_after(Generation agreed) {
     for (int peer = 0; peer < ranks_; ++peer) {
-      std::uint64_t told = 1;
-      word(rank_, at_.gone, peer).compare_exchange(told, 0, order::relaxed);
+      const Flag gone = word(rank_, at_.gone, peer);
+      std::uint64_t told = gone.load(order::relaxed);
+      const bool over = trial_.rejoins || Traits::is_over(told >> 1, epoch_);
+      if (told != 0 && over) gone.compare_exchange(told, 0, order::relaxed);
       masked_[index(peer)] = 0;
       word(peer, at_.released, rank_).store(agreed, order::release);
     }
@@ -122,8 +161,18 @@ class DeviceRank {
   void mask_late(int peer) {
     if (is_masked(peer)) return;
     masked_[index(peer)] = call_;
-    word(peer, at_.gone, rank_).store(1, order::relaxed);
+    if (epoch_ > 0) told_.begun[index(peer)][index(rank_)] = true;
+    word(peer, at_.gone, rank_).store(epoch_ << 1 | 1, order::relaxed);
+    if (epoch_ > 0) told_.done[index(peer)][index(rank_)] = true;
     behind_ |= word(rank_, at_.gone, peer).load(order::relaxed) != 0;
+    if (told_before_[index(peer)] && !behind_) {
+      Explorer::current().fail("not told of a mask by ", peer);
+    }
+  }
+  void check_told() const {
+    const auto& by = told_.begun[index(rank_)];
+    if (epoch_ == 0 || std::find(by.begin(), by.end(), true) != by.end()) return;
+    Explorer::current().fail("evicted by nobody: ", rank_);
   }
   void take_back() {
     for (int peer = 0; peer < ranks_; ++peer) {
@@ -153,9 +202,12 @@ class DeviceRank {
 
   /// False: this rank was evicted.
   bool begin_call() {
-    if (behind_) return false;
+    if (behind_) {
+      check_told();
+      return false;
+    }
     ++call_;
-    std::uint64_t known = mix(call_ << 16 | generation_ << 8, released_);
+    std::uint64_t known = mix(call_ << 16 | generation_ << 8 | epoch_, released_);
     for (int peer = 0; peer < ranks_; ++peer) {
       known = mix(known, masked_[index(peer)]);
       for (const DeviceHandle& handle : handles_) {
@@ -259,6 +311,9 @@ class DeviceRank {
   std::uint64_t call_ = 0;
   Generation generation_ = 0, released_ = 0;
   bool behind_ = false;
+  DeviceTold& told_;
+  std::uint64_t epoch_ = 0;
+  std::array<bool, kMaxRanks> told_before_{};  ///< in this epoch, before this rank came to it
 };
 
 template <class Traits = DeviceTraits, class Base = Sound>
@@ -268,6 +323,7 @@ Report device(const Case& what, const DeviceTrial& trial = {}, std::uint64_t see
   DevicePlaces at;
   at.released = world.take_flags("released");
   at.gone = world.take_flags("gone");
+  at.stopped = world.take_flags("stopped");
   at.rejoin = {world.take_flags("offers"), world.take_flags("answers")};
   at.headers = {world.take_flags("headers even"), world.take_flags("headers odd")};
   at.row_tags = {world.take_flags("row tags even"), world.take_flags("row tags odd")};
@@ -276,12 +332,14 @@ Report device(const Case& what, const DeviceTrial& trial = {}, std::uint64_t see
   const std::uint64_t bytes = 2 * 8 * static_cast<std::uint64_t>(what.ranks);
   at.rows = world.take(bytes, "rows");
   at.sums = world.take(bytes, "sums");
-  return world.run([&](int rank) { return DeviceRank<Traits, Base>(world, at, rank, trial).run(); },
-                   seed);
+  DeviceTold told;
+  return world.run(
+      [&](int rank) { return DeviceRank<Traits, Base>(world, at, rank, trial, told).run(); }, seed);
 }
 
 const DeviceTrial kTakesBack{.takes_back = true}, kLateWeights{.late_weights = true},
-    kTwoAlive{.takes_back = true, .two_alive = true}, kRejoins{.rejoins = true};
+    kTwoAlive{.takes_back = true, .two_alive = true}, kRejoins{.rejoins = true},
+    kRegroups{.regroups = true};
 
 TEST(DeviceMaskModel, IsSound) {
   expect_sound("device masks, 2 ranks, 4 generations", device({2, 4, false, {2, 0}}));
@@ -293,12 +351,14 @@ TEST(DeviceMaskModel, IsSound) {
   expect_sound("device masks, two results alive, 2 deadlines",
                device({2, 4, false, {1, 1}}, kTwoAlive));
   expect_sound("device masks, rejoin, 1 deadline", device({2, 2, false, {1, 1}}, kRejoins));
+  expect_sound("device masks, regroup, 2 deadlines", device({2, 1, false, {1, 2}}, kRegroups));
 }
 
 TEST(DeviceMaskModel, RandomSchedulesOfManyRanks) {
   Case large{5, 4, false, {}};
   large.bounds = {.preemptions = 40, .slices = 4, .executions = 300};
-  for (const DeviceTrial& trial : {DeviceTrial{}, kTakesBack, kLateWeights, kTwoAlive, kRejoins}) {
+  for (const DeviceTrial& trial :
+       {DeviceTrial{}, kTakesBack, kLateWeights, kTwoAlive, kRejoins, kRegroups}) {
     const Report report = device(large, trial, 20261122);
     EXPECT_TRUE(report.passed) << report.failure << "\n" << report.schedule;
   }
@@ -325,6 +385,12 @@ struct RemembersLost : DeviceTraits {
 struct ReadsLost : DeviceTraits {
   static constexpr bool kLeavesLost = false;
 };
+struct MasksOutliveEpochs : DeviceTraits {
+  static constexpr bool is_over(std::uint64_t, std::uint64_t) { return false; }
+};
+struct NoEpochInMasks : DeviceTraits {
+  static constexpr bool is_over(std::uint64_t, std::uint64_t) { return true; }
+};
 struct OnePlace : DeviceTraits {
   static constexpr int place(int) { return 0; }
 };
@@ -339,6 +405,8 @@ TEST(DeviceMaskModel, MutantsAreCaught) {
   expect_caught("device masks: lost rows are read", device<ReadsLost>(late));
   expect_caught("device masks: answers rows that did not come",
                 device<RemembersLost>(late, kTakesBack));
+  expect_caught("device masks: masks outlive epochs", device<MasksOutliveEpochs>(late, kRegroups));
+  expect_caught("device masks: no epoch in masks", device<NoEpochInMasks>(late, kRegroups));
   expect_caught("device masks: several writers for a place", device<OnePlace>(late));
 }
 

@@ -210,7 +210,7 @@ class CudaLatency final : public LatencyEngine,
   LatencyView view_;
   std::shared_ptr<std::byte> alarm_;
   std::vector<LatencyPeer> peers_;
-  std::uint64_t made_in_;  // epoch
+  std::uint64_t made_in_;                 // epoch
   std::shared_ptr<void> outside_memory_;  // of an exchange with other domains
   std::function<Error(const char*, const Error&)> told_;
   std::atomic<std::uint64_t> rejoins_{0};

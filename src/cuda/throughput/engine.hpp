@@ -48,8 +48,8 @@ struct Parts {
   std::shared_ptr<GpuMemory> gpu{};
   fabric::Segment control{};  ///< in GPU memory: flags, mailboxes, then the table of segments
   DeviceControlLayout layout{};
-  int sharing = 1;             ///< ranks on this GPU
-  int num_sms = 1;             ///< of this GPU
+  int sharing = 1;  ///< ranks on this GPU
+  int num_sms = 1;  ///< of this GPU
 };
 
 /// What the monitor reads to know whether a call still waits for a peer.

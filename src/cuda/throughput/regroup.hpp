@@ -1,7 +1,7 @@
 // A change of the membership, in place (engine/membership/regroup.hpp): the calls of the epoch end,
 // the ranks that are left agree, then this GPU's words are those of the next epoch. Its memory, and
-// graphs that were captured, stay. Of processes that have taken places the memory is mapped. Latency
-// exchanges go on among the ranks that are left of theirs.
+// graphs that were captured, stay. Of processes that have taken places the memory is mapped.
+// Latency exchanges go on among the ranks that are left of theirs.
 #pragma once
 #include "engine/membership/regroup.hpp"
 #include "ferry/group.hpp"

@@ -47,9 +47,7 @@ class RegisteredDeviceMemory final : public DeviceMemory {
   }
   std::vector<std::byte> card() const override { return to_bytes(sharing_->card()); }
   bool seat(int peer, std::span<const std::byte> card) override;
-  bool shares_gpu(int peer) const override {
-    return gpu_of(peer) == sharing_->context().uuid();
-  }
+  bool shares_gpu(int peer) const override { return gpu_of(peer) == sharing_->context().uuid(); }
   std::array<std::uint8_t, 16> gpu_of(int peer) const override {
     return sharing_->domain().of(peer).fixed.uuid;
   }

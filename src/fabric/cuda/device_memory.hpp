@@ -69,8 +69,8 @@ class DeviceMemory {
 
   /// The segment as this GPU sees it; null if it is not attached. Own rank: its data.
   virtual std::byte* pointer(int peer, SegmentId segment) const noexcept = 0;
-  /// The same, which stays mapped as long as what is returned lives, also when another process takes
-  /// that rank's place.
+  /// The same, which stays mapped as long as what is returned lives, also when another process
+  /// takes that rank's place.
   virtual std::shared_ptr<std::byte> hold(int peer, SegmentId segment) const = 0;
   /// 0 if it is not attached.
   virtual std::size_t bytes(int peer, SegmentId segment) const noexcept = 0;
@@ -81,7 +81,8 @@ class DeviceMemory {
   virtual std::vector<std::byte> card() const = 0;
   /// From now on `peer` is the process with this card, of which nothing is attached yet. Nobody
   /// asks for pointers meanwhile, and no kernel uses what was attached of the one before, unless it
-  /// is held: it is unmapped. False: it is that process already. Throws Error(mismatch) or Error(unsupported).
+  /// is held: it is unmapped. False: it is that process already. Throws Error(mismatch) or
+  /// Error(unsupported).
   virtual bool seat(int peer, std::span<const std::byte> card) = 0;
   /// Whether the peer has this rank's GPU.
   virtual bool shares_gpu(int peer) const = 0;

@@ -132,9 +132,9 @@ cudaError_t launch_latency_newest(const LatencyView& view, std::uint64_t* newest
                                   cudaStream_t stream);
 struct LatencyEpochParameters {
   LatencyView view{};
-  std::uint64_t generation = 0;                    ///< above all that any rank of the epoch knows of
-  std::uint32_t epoch = 0;                         ///< its number, or the low bits of that
-  std::uint32_t lost[(kMaxDomain + 31) / 32]{};    ///< a bit for each rank
+  std::uint64_t generation = 0;                  ///< above all that any rank of the epoch knows of
+  std::uint32_t epoch = 0;                       ///< its number, or the low bits of that
+  std::uint32_t lost[(kMaxDomain + 31) / 32]{};  ///< a bit for each rank
 };
 /// As a rejoin of the ranks that are not lost, of which nobody waits for another: they go on after
 /// `generation`. No kernel runs at any of them, or only those of the same epoch.

@@ -114,8 +114,8 @@ __device__ bool forget_mask_of(const LatencyPlaces& at, int peer, std::uint32_t 
 /// Whole block. Nothing that a rank wrote in a generation up to `agreed` is read any more. All
 /// ranks have ended their calls before, so inside the domain nobody writes to another's buffers
 /// now. Between domains writes may still be under way: the proxies deal with them once `word`
-/// (round and generation) has told them of the rejoin. `absent`: one entry for each rank. `kept`: as
-/// forget_mask_of takes it.
+/// (round and generation) has told them of the rejoin. `absent`: one entry for each rank. `kept`:
+/// as forget_mask_of takes it.
 __device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, std::uint64_t word,
                             const bool* absent, std::uint32_t kept) {
   const LatencyPlaces at{v, agreed};

@@ -70,8 +70,8 @@ __device__ __forceinline__ bool is_lost(const LatencyView& v, int peer) {
   return load_relaxed(&v.words->masked[peer]) == kLostRank;
 }
 
-/// Below this bit a word of `gone` is Gone, and above it the epoch in which it was said: a rank that
-/// comes to the next epoch late keeps what others have said of it there already.
+/// Below this bit a word of `gone` is Gone, and above it the epoch in which it was said: a rank
+/// that comes to the next epoch late keeps what others have said of it there already.
 inline constexpr int kGoneShift = 2;
 __device__ __forceinline__ Gone gone_in(std::uint32_t word) {
   return static_cast<Gone>(word & ((1u << kGoneShift) - 1));
