@@ -41,11 +41,8 @@ struct DeviceTrial {
   bool regroups = false;   ///< the same, of the group
 };
 
-/// [of, by]: who has told a rank in the epoch after the regroup that it goes on without it; what
-/// the ranks cannot see.
-struct DeviceTold {
-  std::array<std::array<bool, kMaxRanks>, kMaxRanks> begun{}, done{};
-};
+/// [of, by]: who goes on without a rank in the epoch after the regroup; what the ranks cannot see.
+using DeviceTold = std::array<std::array<bool, kMaxRanks>, kMaxRanks>;
 
 struct DevicePlaces {
   FlagLayout released, gone, stopped;
@@ -76,8 +73,7 @@ class DeviceRank {
         told_(told) {}
 
   Status run() {
-    for (int peer = 0; peer < ranks_; ++peer) told_.begun[index(peer)][index(rank_)] = false;
-    for (int peer = 0; peer < ranks_; ++peer) told_.done[index(peer)][index(rank_)] = false;
+    for (int peer = 0; peer < ranks_; ++peer) told_[index(peer)][index(rank_)] = false;
     const bool good = exchanges(1, world_.what().generations);
     if (trial_.regroups) return regroup();
     if (!trial_.rejoins) return good ? Status{} : evicted();
@@ -128,7 +124,6 @@ class DeviceRank {
       agreed = std::max(agreed, said.load(order::relaxed));
     }
     ++epoch_;
-    told_before_ = told_.done[index(rank_)];
     go_on_after(agreed);
     return exchanges(agreed + 1, agreed + 2) ? Status{} : evicted();
   }
@@ -138,6 +133,7 @@ class DeviceRank {
       std::uint64_t told = gone.load(order::relaxed);
       const bool over = trial_.rejoins || Traits::is_over(told >> 1, epoch_);
       if (told != 0 && over) gone.compare_exchange(told, 0, order::relaxed);
+      heard_[index(peer)] = epoch_ > 0 && told >> 1 == epoch_;
       masked_[index(peer)] = 0;
       word(peer, at_.released, rank_).store(agreed, order::release);
     }
@@ -161,18 +157,15 @@ class DeviceRank {
   void mask_late(int peer) {
     if (is_masked(peer)) return;
     masked_[index(peer)] = call_;
-    if (epoch_ > 0) told_.begun[index(peer)][index(rank_)] = true;
+    if (epoch_ > 0) told_[index(peer)][index(rank_)] = true;
     word(peer, at_.gone, rank_).store(epoch_ << 1 | 1, order::relaxed);
-    if (epoch_ > 0) told_.done[index(peer)][index(rank_)] = true;
     behind_ |= word(rank_, at_.gone, peer).load(order::relaxed) != 0;
-    if (told_before_[index(peer)] && !behind_) {
-      Explorer::current().fail("not told of a mask by ", peer);
-    }
+    if (heard_[index(peer)] && !behind_) Explorer::current().fail("forgot the mask of a peer");
   }
   void check_told() const {
-    const auto& by = told_.begun[index(rank_)];
+    const auto& by = told_[index(rank_)];
     if (epoch_ == 0 || std::find(by.begin(), by.end(), true) != by.end()) return;
-    Explorer::current().fail("evicted by nobody: ", rank_);
+    Explorer::current().fail("evicted by nobody");
   }
   void take_back() {
     for (int peer = 0; peer < ranks_; ++peer) {
@@ -209,7 +202,7 @@ class DeviceRank {
     ++call_;
     std::uint64_t known = mix(call_ << 16 | generation_ << 8 | epoch_, released_);
     for (int peer = 0; peer < ranks_; ++peer) {
-      known = mix(known, masked_[index(peer)]);
+      known = mix(known, masked_[index(peer)] << 1 | (heard_[index(peer)] ? 1 : 0));
       for (const DeviceHandle& handle : handles_) {
         known = mix(known, (handle.sent[index(peer)] ? 4u : 0u) |
                                (handle.sends[index(peer)] ? 2u : 0u) |
@@ -313,7 +306,7 @@ class DeviceRank {
   bool behind_ = false;
   DeviceTold& told_;
   std::uint64_t epoch_ = 0;
-  std::array<bool, kMaxRanks> told_before_{};  ///< in this epoch, before this rank came to it
+  std::array<bool, kMaxRanks> heard_{};  ///< of a mask in this epoch, when this rank came to it
 };
 
 template <class Traits = DeviceTraits, class Base = Sound>
