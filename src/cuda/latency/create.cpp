@@ -100,10 +100,8 @@ void check_holes(CudaEngine& engine, const LatencyConfig& config) {
     if (!engine.channel().has(r)) lost.push_back(r);
   }
   if (lost.empty() || config.masks) return;
-  refuse(kMakeOnGpu, "masks",
-         "false in a group of which " + spell_ranks(lost) + (lost.size() > 1 ? " are" : " is") +
-             " lost",
-         "true");
+  refuse(kMakeOnGpu, "masks", "false, in a group without " + spell_ranks(lost),
+         "true: the places of lost ranks are masked");
 }
 
 /// All ranks say the same and where their memory is; what they said.

@@ -83,7 +83,7 @@ void throw_evicted(const LatencyAlarm& alarm, const char* call, int rank) {
   throw Error(ErrorKind::evicted,
               "rank " + to_string(rank) + ": " + call + ": rank " + to_string(peer) +
                   " has masked this rank and goes on without it: evicted; its results since "
-                  "may lack rows. Call rejoin on all ranks to come back",
+                  "may lack rows. Call rejoin on all ranks to come back, or regroup",
               {rank, peer, call, 0, 0, 0});
 }
 
@@ -101,7 +101,8 @@ void CudaLatency::check_evicted(const char* call) const {
   if (must_rejoin_.load()) {
     throw Error(ErrorKind::evicted,
                 "rank " + to_string(rank()) + ": " + call +
-                    ": the last rejoin of this exchange failed on this rank; rejoin again",
+                    ": the last rejoin of this exchange, or regroup of its group, failed on this "
+                    "rank; rejoin again, or regroup",
                 {rank(), rank(), call, 0, 0, 0});
   }
   throw_evicted(alarm(), call, rank());
@@ -145,8 +146,7 @@ void CudaLatency::set_mask(int rank, bool masked) {
   }
   const std::vector<int> gone = lost();
   if (!masked && std::binary_search(gone.begin(), gone.end(), rank)) {
-    refuse("set_mask", "masked", "false for rank " + to_string(rank) + ", which was lost",
-           "true, or an exchange that is made anew, once a process has its place");
+    refuse("set_mask", "rank", to_string(rank) + ", which was lost", "a rank that is here");
   }
   change_mask("set_mask", rank, masked);
 }
@@ -183,11 +183,10 @@ std::vector<int> CudaLatency::lost() const {
 void CudaLatency::check_whole(const char* call) const {
   const std::vector<int> gone = lost();
   if (gone.empty()) return;
-  throw Error(ErrorKind::invalid_argument,
-              std::string(call) + ": " + spell_ranks(gone) + " of the exchange" +
-                  (gone.size() > 1 ? " were" : " was") + " lost (it was made in epoch " +
-                  to_string(made_in_) + "); make the exchange anew, with masks",
-              {rank(), gone.front(), call, 0, 0, 0});
+  refuse(call, "exchange",
+         "one without masks that was made in epoch " + to_string(made_in_) +
+             " of the group and has lost " + spell_ranks(gone),
+         "one that is made anew, with masks = true");
 }
 
 template <class LaunchKernel>
