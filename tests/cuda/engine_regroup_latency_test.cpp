@@ -330,7 +330,7 @@ TEST_F(EngineRegroupLatencyOnce, AnExchangeIsMadeAmongTheRanksThatAreLeft) {
         place->meet(3);
         rank.lose_in_round(0);
         place->meet(5);
-        need_view(rank.group().regroup(), 3, {2, 3}, {0});
+        need_view(rank.group().regroup(), 3, {2, 3}, {0, 1});
         rank.decode_masked("epoch 3", {0, 1});
       },
       100));
