@@ -38,8 +38,8 @@ def one_step(group: Any, view: Any, step: int, device: Any) -> None:
 class State:
     """What each rank has after a step, on its device and on the CPU, in a vault."""
 
-    def __init__(self, group: Any, device: Any) -> None:
-        self.group, self.device = group, device
+    def __init__(self, group: Any, device: Any, joins: bool) -> None:
+        self.group, self.device, self.loses = group, device, not joins
         self.vault = ferry.Vault(group, ferry.Vault.bytes_of({0: self.of(0, 0)}))
 
     def of(self, rank: int, step: int) -> list[Any]:
@@ -55,17 +55,18 @@ class State:
     def put(self, step: int) -> None:
         self.vault.put(step, {self.group.rank: self.of(self.group.rank, step)})
 
-    def settle(self, lost: list[int]) -> int:
-        """The step that all go on from, which is whole, that of `lost` too."""
+    def settle(self, view: Any) -> int:
+        """The step that all go on from, whole: after `view`, of which ranks may be lost or new."""
         import torch
 
         step = self.vault.recover()
         if step is None:
             self.put(0)
             return 0
-        assert set(self.vault.keys()) >= {*self.group.view().ranks} - {*self.group.view().joined}
-        assert set(self.vault.keys()) >= {*lost}, (self.vault.keys(), lost)
+        there = {*view.ranks, *(view.lost if self.loses else [])} - {*view.joined}
+        self.loses = False  # who was lost has put nothing since
         keys = self.vault.keys()
+        assert there <= {*keys}, f"step {step}: of {keys} some of {there} are missing"
         for key in keys:
             out = self.of(99, 99)
             self.vault.get(key, out)
@@ -90,14 +91,14 @@ def train(rank: int, port: int, kind: str, joins: bool, told: Any) -> None:
     )
     view = group.view()
     assert view.joined == ([VICTIM] if joins else [])
-    state, changed, back = State(group, device), True, joins
-    step, lost = 0, list[int]()
+    state, changed, back = State(group, device, joins), True, joins
+    step = 0
     while changed or step <= LAST or not back:
         if rank == VICTIM and step == DIES_AT and not joins:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             if changed:
-                step, changed, lost = state.settle(lost) + 1, False, []
+                step, changed = state.settle(view) + 1, False
             one_step(group, view, step, device)
             one_waits = group.commit(step)
             state.put(step)
@@ -107,7 +108,7 @@ def train(rank: int, port: int, kind: str, joins: bool, told: Any) -> None:
             step += 1
         except (ferry.PeerFailedError, ferry.DeadlineExceededError):
             view, changed = group.regroup(), True
-            lost, back = view.lost, back or VICTIM in view.joined
+            back = back or VICTIM in view.joined
     group.barrier()
     faulthandler.cancel_dump_traceback_later()
     told.put((rank, joins, view.ranks, view.epoch >= 3))
