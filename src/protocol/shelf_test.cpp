@@ -1,5 +1,5 @@
 // Ranks that put versions, die at any moment and recover: all orders of these events, over real
-// shelves. What the engine does with them (host/throughput/vault.cpp, vault_domains.cpp) is here in
+// shelves. What the engine does with them (engine/vault/vault.cpp, vault_domains.cpp) is here in
 // short. Each seat stands for a domain where the vault is one across domains.
 #include "protocol/shelf.hpp"
 

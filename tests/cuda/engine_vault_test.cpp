@@ -51,8 +51,8 @@ class Weights {
             {{counter_.data(), Dtype::i64, {2}}}};
   }
   void need_be(int rank, std::uint64_t step) const {
-    const std::string what = "the state of rank " + std::to_string(rank) + " after step " +
-                             std::to_string(step) + ": ";
+    const std::string what =
+        "the state of rank " + std::to_string(rank) + " after step " + std::to_string(step) + ": ";
     need(counter_ == std::vector<std::int64_t>{rank, static_cast<std::int64_t>(step)},
          what + "on the CPU rank " + std::to_string(counter_[0]) + ", step " +
              std::to_string(counter_[1]));
