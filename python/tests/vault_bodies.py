@@ -78,6 +78,6 @@ def on_other_streams(group: ferry.Group) -> None:
         out = torch.zeros_like(x)
         vault.get((group.rank + 1) % group.size, out)
         assert (out == step + 3).all(), (step, out[:4], out[-4:])
-    with pytest.raises(ferry.InvalidArgumentError, match="put: key 0, tensor 0: .*cpu|meta"):
+    with pytest.raises(ferry.InvalidArgumentError, match=r"put: key 0, tensor 0: .*meta"):
         vault.put(1, {0: torch.empty(3, device="meta")})
     group.barrier()
