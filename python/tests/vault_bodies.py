@@ -41,7 +41,7 @@ def a_rank_leaves(group: ferry.Group) -> None:
     if rank == 1:
         group.destroy()
         return
-    with pytest.raises(ferry.PeerLeftError, match="rank 1"):
+    with pytest.raises((ferry.PeerLeftError, ferry.PeerFailedError), match="rank 1|called regroup"):
         group.barrier()
     group.regroup()
     assert vault.recover() == 1
@@ -59,7 +59,7 @@ def a_rank_leaves(group: ferry.Group) -> None:
 def on_other_streams(group: ferry.Group) -> None:
     """On GPUs: what is on the stream is put, and what comes later is not."""
     device = torch.device(group.device)
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     x = torch.empty(3 << 20, device=device)  # more than one piece of a copy
     big = torch.ones(2048, 2048, device=device)
     vault = ferry.Vault(group, ferry.Vault.bytes_of({0: x}))
