@@ -41,7 +41,9 @@ def a_rank_leaves(group: ferry.Group) -> None:
     if rank == 1:
         group.destroy()
         return
-    with pytest.raises((ferry.PeerLeftError, ferry.PeerFailedError), match="rank 1|called regroup"):
+    with pytest.raises(
+        (ferry.PeerLeftError, ferry.PeerFailedError), match=r"rank 1|called regroup"
+    ):
         group.barrier()
     group.regroup()
     assert vault.recover() == 1
