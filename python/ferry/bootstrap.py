@@ -173,14 +173,14 @@ def address_towards(store: Any) -> str:
     while getattr(store, "host", None) is None and hasattr(store, "underlying_store"):
         store = store.underlying_store
     host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR")
-    if not host:
+    if not host or not isinstance(host, str):
         return ""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
-    except OSError:
+    except (OSError, UnicodeError):  # the latter of a name that no host has
         return ""
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import base64
+import http.client
+import io
 import json
 import time
-import urllib.error
-import urllib.request
-from contextlib import suppress
-from http.client import HTTPException
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from ferry.arguments import INT32_MAX, describe, integer, refuse, seconds, text
 from ferry.errors import DeadlineExceededError, MismatchError, SystemCallError
 
 if TYPE_CHECKING:
+    from socket import socket
     from ssl import SSLContext
 
 _MOST_ANSWER_BYTES = 4 << 20  # etcd takes requests of 1.5 MiB
@@ -34,8 +34,8 @@ class EtcdStore:
             of the job takes.
         context: for https: which certificates to trust, and the one that etcd asks of clients.
 
-    No proxy is asked. What etcd refuses, or no etcd would answer, raises `SystemCallError` or
-    `MismatchError` with the address.
+    No proxy is asked, no redirection followed. What etcd refuses, or no etcd would answer, raises
+    `SystemCallError` or `MismatchError` with the address.
     """
 
     def __init__(
@@ -46,13 +46,12 @@ class EtcdStore:
         ttl: int = 3600,
         context: SSLContext | None = None,
     ) -> None:
-        self._url, self.host = _checked(text("EtcdStore: url", url))
+        self._parts = _checked(text("EtcdStore: url", url))
+        self._url = f"{self._parts.scheme}://{self._parts.netloc}"
+        self.host = self._parts.hostname or ""
+        self._context = context
         self._deadline = seconds("EtcdStore: deadline", deadline)
         self._ttl = integer("EtcdStore: ttl", ttl, 1, INT32_MAX)
-        handlers: list[Any] = [urllib.request.ProxyHandler({})]
-        if context is not None:
-            handlers.append(urllib.request.HTTPSHandler(context=context))
-        self._opener = urllib.request.build_opener(*handlers)
         self._lease, self._lease_until = "", 0.0
         self._counts: dict[str, int] = {}
 
@@ -66,13 +65,16 @@ class EtcdStore:
         until = self._until()
         pause = _SHORTEST_PAUSE
         value, _ = self._find(key, until)
+        answered = time.monotonic()
         while value is None:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
             if time.monotonic() >= until:
-                raise self._late(f"there is no key {key!r}")
+                silent = until - answered > 2 * _LONGEST_PAUSE
+                raise self._late("it does not answer" if silent else f"there is no key {key!r}")
             with suppress(DeadlineExceededError):
                 value, _ = self._find(key, until)
+                answered = time.monotonic()
         return value
 
     def add(self, key: str, amount: int) -> int:
@@ -125,29 +127,22 @@ class EtcdStore:
         return int(got)
 
     def _ask(self, call: str, body: dict[str, Any], until: float) -> dict[str, Any]:
-        request = urllib.request.Request(
-            self._url + call, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
         try:
-            with self._opener.open(request, timeout=max(until - time.monotonic(), 0.01)) as answer:
-                raw = self._read(answer, until)
-        except urllib.error.HTTPError as error:
-            said = b""
-            with suppress(OSError, HTTPException):
-                said = error.read(300)
-            hint = "" if b'"error"' in said else f"; {_EXPECTED}"
-            raise SystemCallError(
-                f"EtcdStore: {self._url}{call}: status {error.code}, {said!r}{hint}"
-            ) from error
+            status, raw = self._post(call, json.dumps(body).encode(), until)
         except DeadlineExceededError:
             raise
+        except TimeoutError as error:
+            raise self._late("it does not answer") from error
         except OSError as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError):
-                raise self._late("it does not answer") from error
-            raise SystemCallError(f"EtcdStore: {self._url}: {reason}; {_EXPECTED}") from error
-        except (HTTPException, ValueError) as error:
+            raise SystemCallError(f"EtcdStore: {self._url}: {error}; {_EXPECTED}") from error
+        except (http.client.HTTPException, ValueError) as error:
             raise self._odd("HTTP", describe(error)) from error
+        if status != http.client.OK:
+            said = raw[:300]
+            hint = "" if b'"error"' in said else f"; {_EXPECTED}"
+            raise SystemCallError(f"EtcdStore: {self._url}{call}: status {status}, {said!r}{hint}")
+        if len(raw) > _MOST_ANSWER_BYTES:
+            raise self._odd(f"at most {_MOST_ANSWER_BYTES} bytes", raw)
         try:
             parsed = json.loads(raw)
         except (ValueError, RecursionError):
@@ -156,15 +151,22 @@ class EtcdStore:
             raise self._odd("an object of JSON", parsed)
         return parsed
 
-    def _read(self, answer: Any, until: float) -> bytes:
-        raw = b""
-        while part := answer.read1(1 << 16):
-            raw += part
-            if len(raw) > _MOST_ANSWER_BYTES:
-                raise self._odd(f"at most {_MOST_ANSWER_BYTES} bytes", raw)
-            if time.monotonic() > until:
-                raise self._late(f"its answer does not end, after {len(raw)} bytes")
-        return raw
+    def _post(self, call: str, body: bytes, until: float) -> tuple[int, bytes]:
+        """The status and the first bytes of the answer."""
+        host, port, left = self.host, self._parts.port, max(until - time.monotonic(), 0.01)
+        if self._parts.scheme == "https":
+            https = http.client.HTTPSConnection
+            connection = https(host, port, timeout=left, context=self._context)
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=left)
+        with closing(connection):
+            connection.request("POST", call, body, {"Content-Type": "application/json"})
+            with http.client.HTTPResponse(_Answer(connection.sock, until)) as answer:
+                answer.begin()
+                try:
+                    return answer.status, answer.read(_MOST_ANSWER_BYTES + 1)
+                except TimeoutError as error:
+                    raise self._late("its answer does not end") from error
 
     def _until(self) -> float:
         return time.monotonic() + self._deadline
@@ -182,17 +184,38 @@ class EtcdStore:
         return f"<ferry.EtcdStore: {self._url}>"
 
 
-def _checked(url: str) -> tuple[str, str]:
-    """The same without what follows the port, and its host."""
+class _Answer(io.RawIOBase):
+    """What comes through a socket until a time, however many parts it comes in."""
+
+    def __init__(self, there: socket, until: float) -> None:
+        self._there, self._until = there, until
+
+    def makefile(self, _: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        self._there.settimeout(max(self._until - time.monotonic(), 0.001))
+        return self._there.recv_into(into)
+
+
+def _checked(url: str) -> SplitResult:
+    """Its parts, which say a scheme, a host and perhaps a port. A password is not shown."""
     try:
         parts = urlsplit(url)
         fits = parts.scheme in ("http", "https") and parts.username is None and parts.port != 0
-        fits = fits and bool(parts.hostname) and parts.path in ("", "/") and not parts.query
-    except ValueError:  # of a port that is none, or brackets
+        fits = fits and bool(parts.hostname) and parts.path in ("", "/")
+        fits = fits and not parts.query and not parts.fragment
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # of a port that is none, brackets, or a name that no host has
         fits = False
     if not fits:
-        refuse("EtcdStore: url", describe(url), '"http://HOST:PORT" or "https://HOST:PORT"')
-    return f"{parts.scheme}://{parts.netloc}", parts.hostname or ""
+        secret = "@" in url or "?" in url
+        got = "one with a user, a password or a query" if secret else describe(url)
+        refuse("EtcdStore: url", got, '"http://HOST:PORT" or "https://HOST:PORT"')
+    return parts
 
 
 def _coded(data: str | bytes) -> str:

@@ -219,16 +219,49 @@ def raw_server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_an_answer_that_does_not_end() -> None:
+@pytest.mark.parametrize(
+    ("begin", "part", "words"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n{", b" ", "its answer does not end after 0.5 s"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"0", "does not end after"),
+        (b"HTTP/1.1 500 No\r\nContent-Length: 300\r\n\r\n", b"x", "does not end after"),
+        (b"HTTP/1.1 200 OK\r\nName: ", b"x", "it does not answer after 0.5 s"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n", "it does not answer after"),
+    ],
+)
+def test_an_answer_that_does_not_end(begin: bytes, part: bytes, words: str) -> None:
     def drip(there: socket.socket) -> None:
-        there.sendall(b"HTTP/1.1 200 OK\r\n\r\n{")
-        while True:
-            there.sendall(b" ")
+        there.recv(1 << 16)
+        there.sendall(begin)
+        for _ in range(250):  # five seconds; a header takes 65536 bytes
+            there.sendall(part)
             time.sleep(0.02)
 
     with raw_server(drip) as url:
-        with pytest.raises(ferry.DeadlineExceededError, match="its answer does not end, after"):
+        with pytest.raises(ferry.DeadlineExceededError, match=words):
             ferry.EtcdStore(url, deadline=0.5).get("key")
+
+
+def test_no_redirection_is_followed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = f"http://127.0.0.1:{other.getsockname()[1]}/"
+
+        def redirect(there: socket.socket) -> None:
+            there.recv(1 << 16)
+            there.sendall(f"HTTP/1.1 302 Found\r\nLocation: {place}\r\n\r\n".encode())
+
+        with raw_server(redirect) as url, pytest.raises(ferry.SystemCallError, match="status 302"):
+            ferry.EtcdStore(url, deadline=2).get("key")
+
+
+def test_an_etcd_that_falls_silent_is_told_from_a_key_that_is_not_there() -> None:
+    def once(there: socket.socket) -> None:
+        there.recv(1 << 16)
+        there.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+
+    with raw_server(once) as url:
+        with pytest.raises(ferry.DeadlineExceededError, match="it does not answer after 1 s"):
+            ferry.EtcdStore(url, deadline=1).get("key")
 
 
 def test_an_answer_that_is_no_http() -> None:
@@ -251,8 +284,13 @@ def test_an_answer_that_is_no_http() -> None:
         "http://h:x",
         "http://h/v3",
         "http://[",
+        "http://h..x",
+        f"http://{'h' * 64}",
+        "http://user:hunter2@host",
+        "http://host?key=hunter2",
     ],
 )
 def test_urls_that_cannot_be(url: str) -> None:
-    with pytest.raises(ferry.InvalidArgumentError, match="EtcdStore: url: got"):
+    with pytest.raises(ferry.InvalidArgumentError, match="EtcdStore: url: got") as caught:
         ferry.EtcdStore(url)
+    assert "hunter2" not in str(caught.value)

@@ -131,3 +131,10 @@ def test_what_is_no_store_is_refused() -> None:
 
     with pytest.raises(ConnectionResetError, match="the server is gone"):
         ferry.Group(ferry.from_store(Broken(), 0, 2), experts=2)
+
+
+@pytest.mark.parametrize("host", ["h..x", 7, lambda: "host"])
+def test_a_store_whose_host_is_none(host: Any) -> None:
+    store = DictStore()
+    store.host = host  # type: ignore[attr-defined]
+    assert ferry.from_store(store, 0, 1).all_gather(b"bytes") == [b"bytes"]
