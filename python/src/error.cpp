@@ -3,6 +3,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <string_view>
+
 #include "bind.hpp"
 
 namespace nb = nanobind;
@@ -13,9 +15,12 @@ namespace {
 /// `ferry.errors.make(kind, message, ...)` returns the exception to raise.
 void raise_in_python(const Error& error) {
   const ErrorContext& context = error.context();
+  const std::string_view what = error.what();
+  const nb::object message = nb::steal(  // which may name a file in other bytes than UTF-8
+      PyUnicode_DecodeUTF8(what.data(), static_cast<Py_ssize_t>(what.size()), "replace"));
   nb::object made =
       nb::module_::import_("ferry.errors")
-          .attr("make")(name_of(error.kind()), error.what(), context.rank, context.peer,
+          .attr("make")(name_of(error.kind()), message, context.rank, context.peer,
                         context.stage.c_str(), context.generation, context.expected, context.seen);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
 }

@@ -3,10 +3,18 @@
 #include <algorithm>
 #include <exception>
 #include <span>
+#include <string>
+#include <string_view>
 
 #include "base/process_limits.hpp"
+#include "base/text.hpp"
 
 namespace ferry::engine {
+namespace {
+
+constexpr std::size_t kMostShown = 1000;  // of what another rank says
+
+}  // namespace
 
 Card card_of(const fabric::Segment& segment) {
   Card card;
@@ -39,11 +47,12 @@ std::vector<std::vector<std::byte>> together(Bootstrap& bootstrap, const GroupCo
       bootstrap.all_gather(std::as_bytes(std::span(message)), config.deadline, config.on_wait);
   if (failure) std::rethrow_exception(failure);
   for (std::size_t peer = 0; peer < all.size(); ++peer) {
-    const std::string theirs(reinterpret_cast<const char*>(all[peer].data()), all[peer].size());
+    const std::string_view theirs(reinterpret_cast<const char*>(all[peer].data()),
+                                  all[peer].size());
     if (theirs.empty() || theirs[0] != '\0') {
       throw Error(ErrorKind::peer_failed,
-                  std::string(stage) + ": rank " + std::to_string(peer) +
-                      " could not go on: " + theirs.substr(theirs.empty() ? 0 : 1, 1000),
+                  std::string(stage) + ": rank " + std::to_string(peer) + " could not go on: " +
+                      printable(theirs.substr(theirs.empty() ? 0 : 1), kMostShown),
                   {bootstrap.rank(), static_cast<int>(peer), stage, 0, 0, 0});
     }
     all[peer].erase(all[peer].begin());
