@@ -14,6 +14,7 @@ import vault_bodies
 from gpus import needs_gpu
 from rank_processes import RankProcesses
 from rank_threads import run_ranks, run_threads
+from test_processes import environment, finish, start
 
 import ferry
 
@@ -180,3 +181,43 @@ def test_groups_that_cannot_regroup_have_none() -> None:
             ferry.Vault(group, 64)
 
     run_ranks(2, body, domain_size=1, network="sim")
+
+
+STAYS = """
+import signal
+boot = ferry.from_environment()
+group = ferry.Group(boot, experts=3, elastic="vault", deadline=20, memory_bytes=1 << 16)
+vault = ferry.Vault(group, 4096)
+if not boot.joins:
+    assert vault.recover() is None
+    for step in range(3):
+        if step > 0:
+            group.commit(step)
+        vault.put(step, {group.rank: np.full(4, 10 * group.rank + step)})
+    group.barrier()
+    if group.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            group.barrier()
+    except ferry.PeerFailedError:
+        view = group.regroup()
+    while view.lost:
+        view = group.regroup() if group.commit(view.step + 1) else group.view()
+assert vault.recover() == 2
+for rank in range(3):
+    got = np.zeros(4, np.int64)
+    vault.get(rank, got)
+    assert (got == 10 * rank + 2).all(), (rank, got)
+group.barrier()
+print("good")
+"""
+
+
+def test_versions_stay_when_the_place_of_their_keeper_is_taken_before_a_recover() -> None:
+    variables = environment(3)
+    children = [start(STAYS, **each) for each in variables]
+    assert children[0].wait(60) == -9
+    joins = start(STAYS, **variables[0], FERRY_JOIN="1")
+    for status, out, err in finish([joins, *children[1:]]):
+        assert (status, out) == (0, "good\n"), err

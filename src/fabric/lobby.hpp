@@ -67,6 +67,11 @@ class Lobby {
   virtual void seat(int rank, std::uint64_t ticket) = 0;
   /// `rank` is a process that has ended: its memory is zeros.
   virtual void vacate(int rank) = 0;
+  /// From now on the memory of processes whose places others take stays until `give_back`, as this
+  /// rank has something there.
+  virtual void keep_former() {}
+  /// No rank needs it any more: it is given back, for all of them.
+  virtual void give_back() {}
 };
 
 }  // namespace ferry::fabric

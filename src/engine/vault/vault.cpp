@@ -9,6 +9,7 @@
 
 #include "base/text.hpp"
 #include "core/check.hpp"
+#include "fabric/lobby.hpp"
 #include "ferry/dtype.hpp"
 
 namespace ferry::engine {
@@ -47,6 +48,9 @@ ShelfVault::ShelfVault(VaultGroup& group, std::size_t version_bytes)
     : group_(group), entry_bytes_(entry_bytes_of(version_bytes)), across_(group.domains() > 1) {
   std::random_device random;
   id_ = (std::uint64_t{random()} << 32 | random()) | 1;
+  // Until the next `recover` this rank's versions lie with their keeper, also when another process
+  // has taken its place.
+  if (fabric::Lobby* lobby = group.shared_memory()->fabric->lobby()) lobby->keep_former();
 }
 
 std::shared_ptr<VaultEngine> GroupVault::open(VaultGroup& group, std::size_t version_bytes) {
@@ -124,6 +128,7 @@ ShelfVault::Version ShelfVault::agree(std::span<const std::int64_t> wanted) {
   copied.call = signature(CallKind::recover);
   channel().swap("recover: copies", copied);
   check_same_call(channel(), "recover: copies", copied.call);
+  if (fabric::Lobby* lobby = group_.shared_memory()->fabric->lobby()) lobby->give_back();
   std::vector<Table> tables = across_ ? std::vector<Table>{} : read_tables(found, agreed);
   drop_shelves(owners, agreed);
   epoch_ = 0;  // until this rank has everything

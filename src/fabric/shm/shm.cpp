@@ -74,6 +74,8 @@ class ShmFabric final : public MappedFabric, public Lobby {
   std::vector<Visitor> visitors() override;
   void seat(int peer, std::uint64_t ticket) override;
   void vacate(int peer) override;
+  void keep_former() override { keeps_former_ = true; }
+  void give_back() override;
 
  private:
   struct Peer {
@@ -108,7 +110,9 @@ class ShmFabric final : public MappedFabric, public Lobby {
   std::int64_t owner_pid_;
   mutable std::mutex peers_mutex_;
   std::vector<std::shared_ptr<Peer>> peers_;
-  std::set<SegmentId> named_;  // own segments that still have a name
+  bool keeps_former_ = false;
+  std::vector<std::shared_ptr<Memory>> former_;  // of processes that have ended
+  std::set<SegmentId> named_;                    // own segments that still have a name
   Opening opening_{};
   JobKey door_key_{};
   std::unique_ptr<OwnDoor> door_{};
@@ -285,16 +289,20 @@ void ShmFabric::replace(int peer, const std::optional<ProcessName>& process,
                         std::vector<std::shared_ptr<Memory>> memory) {
   // Of one that has ended the memory is given back, but for what it said (segment 0).
   for (SegmentId id = 1; id < segments().count(peer) && peer_state(peer) == PeerState::dead; ++id) {
-    if (const auto* old = segments().find(peer, id)) {
-      release_pages(old->memory->data(), old->memory->mapped());
-    }
+    if (const auto* old = segments().find(peer, id)) former_.push_back(old->memory);
   }
+  if (!keeps_former_) give_back();
   segments().clear(peer);
   for (SegmentId id = 0; id < memory.size(); ++id) {
     const std::size_t mapped = memory[id]->mapped();
     segments().add(peer, id, std::move(memory[id]), mapped);
   }
   set_peer(peer, process);
+}
+
+void ShmFabric::give_back() {
+  for (const auto& memory : former_) release_pages(memory->data(), memory->mapped());
+  former_.clear();
 }
 
 std::vector<std::optional<ProcessName>> processes_of(const std::vector<Identity>& ranks) {
