@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
-from ferry.arguments import INT32_MAX, describe, integer, refuse, seconds, text
+from ferry.arguments import INT32_MAX, INT64_MAX, describe, integer, refuse, seconds, text
 from ferry.errors import DeadlineExceededError, MismatchError, SystemCallError
 
 if TYPE_CHECKING:
@@ -57,11 +57,14 @@ class EtcdStore:
 
     def set(self, key: str, value: bytes) -> None:
         """Sets a key."""
+        if not isinstance(value, (bytes, bytearray, memoryview, str)):
+            refuse("EtcdStore: set: value", describe(value), "bytes")
         until = self._until()
-        self._ask("/v3/kv/put", self._put_of(key, value, until), until)
+        self._ask("/v3/kv/put", self._put_of(text("EtcdStore: set: key", key), value, until), until)
 
     def get(self, key: str) -> bytes:
         """The value of a key, when there is one."""
+        text("EtcdStore: get: key", key)
         until = self._until()
         pause = _SHORTEST_PAUSE
         value, _ = self._find(key, until)
@@ -80,6 +83,8 @@ class EtcdStore:
     def add(self, key: str, amount: int) -> int:
         """Adds to the number that a key has, 0 at first, and returns the sum. Never less than this
         object has added already, though etcd may have dropped the key since."""
+        text("EtcdStore: add: key", key)
+        more = integer("EtcdStore: add: amount", amount, -INT64_MAX, INT64_MAX)
         until = self._until()
         while True:
             value, revision = self._find(key, until)
@@ -87,7 +92,7 @@ class EtcdStore:
                 before = int(value or b"0")
             except ValueError:
                 refuse(f"EtcdStore: add: key {key!r}", describe(value), "a number, as add sets it")
-            total = max(before, self._counts.get(key, 0)) + amount
+            total = max(before, self._counts.get(key, 0)) + more
             same = {"key": _coded(key), "target": "MOD", "mod_revision": str(revision)}
             put = {"request_put": self._put_of(key, str(total).encode(), until)}
             done = self._ask("/v3/kv/txn", {"compare": [same], "success": [put]}, until)
@@ -97,7 +102,7 @@ class EtcdStore:
             if time.monotonic() >= until:
                 raise self._late(f"others still change key {key!r}")
 
-    def _put_of(self, key: str, value: bytes, until: float) -> dict[str, str]:
+    def _put_of(self, key: str, value: str | bytes, until: float) -> dict[str, str]:
         """Under a lease that lasts for half of the time at least."""
         if time.monotonic() >= self._lease_until:
             half = time.monotonic() + self._ttl / 2

@@ -264,6 +264,22 @@ def test_an_etcd_that_falls_silent_is_told_from_a_key_that_is_not_there() -> Non
             ferry.EtcdStore(url, deadline=1).get("key")
 
 
+@pytest.mark.parametrize(
+    ("call", "given", "words"),
+    [
+        ("set", ("key", 5), "set: value: got 5"),
+        ("set", (5, b""), "set: key: got 5"),
+        ("get", (None,), "get: key: got None"),
+        ("add", (b"key", 1), "add: key: got b'key'"),
+        ("add", ("key", 1.5), "add: amount: got 1.5"),
+    ],
+)
+def test_arguments_that_cannot_be(call: str, given: tuple[Any, ...], words: str) -> None:
+    store = ferry.EtcdStore("http://127.0.0.1:1")
+    with pytest.raises(ferry.InvalidArgumentError, match=f"EtcdStore: {words}"):
+        getattr(store, call)(*given)
+
+
 def test_an_answer_that_is_no_http() -> None:
     def answer(there: socket.socket) -> None:
         there.recv(1 << 16)
