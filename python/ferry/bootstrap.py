@@ -155,7 +155,7 @@ def _of_peer(store: Any, keys: str, peer: int, rank: int) -> bytes:
             raise
         raise DeadlineExceededError(
             f"from_store: rank {rank} waits for rank {peer}, which has not come: {error}; does it "
-            "run, with the same store, size and name?",
+            "run, with the same store, size and name, another one after a meeting that failed?",
             rank=rank,
             peer=peer,
             stage="bootstrap: all_gather",

@@ -100,6 +100,17 @@ def test_another_group_of_the_same_ranks() -> None:
     run_ranks(2, body)
 
 
+def test_what_is_too_long_is_refused_before_anything_moves() -> None:
+    def body(group: ferry.Group) -> None:
+        boot = ferry.from_group(group)
+        if group.rank == 0:
+            with pytest.raises(ferry.InvalidArgumentError, match="all_gather: mine: got 268435457"):
+                boot.all_gather(bytes((1 << 28) + 1))
+        assert boot.all_gather(b"%d" % group.rank) == [b"0", b"1"]
+
+    run_ranks(2, body)
+
+
 def test_groups_and_nothing_else() -> None:
     with pytest.raises(ferry.InvalidArgumentError, match="from_group: group: got 7"):
         ferry.from_group(7)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@
 #include "core/access.hpp"
 #include "core/check.hpp"
 #include "core/engine.hpp"
+#include "engine/gather.hpp"
 #include "ferry/group.hpp"
 
 namespace ferry {
@@ -36,6 +37,10 @@ class GroupBootstrap final : public Bootstrap {
                                                  const OnWait& on_wait) override {
     if (on_wait) on_wait();
     check_epoch();
+    if (mine.size() > engine::kMostGatheredBytes) {  // before the group is in a call
+      refuse("all_gather", "mine", std::to_string(mine.size()) + " bytes",
+             "at most " + std::to_string(engine::kMostGatheredBytes));
+    }
     auto all = engine_->gather(mine);
     std::vector<std::vector<std::byte>> parts;
     for (const int rank : view_.ranks) parts.push_back(std::move(all[std::size_t(rank)]));
