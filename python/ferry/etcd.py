@@ -159,14 +159,14 @@ class EtcdStore:
     def _post(self, call: str, body: bytes, until: float) -> tuple[int, bytes]:
         """The status and the first bytes of the answer."""
         host, port, left = self.host, self._parts.port, max(until - time.monotonic(), 0.01)
+        connection = http.client.HTTPConnection(host, port, timeout=left)
         if self._parts.scheme == "https":
             https = http.client.HTTPSConnection
             connection = https(host, port, timeout=left, context=self._context)
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=left)
         with closing(connection):
             connection.request("POST", call, body, {"Content-Type": "application/json"})
-            with http.client.HTTPResponse(_Answer(connection.sock, until)) as answer:
+            there: Any = _Answer(connection.sock, until)
+            with http.client.HTTPResponse(there) as answer:
                 answer.begin()
                 try:
                     return answer.status, answer.read(_MOST_ANSWER_BYTES + 1)
