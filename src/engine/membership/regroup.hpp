@@ -54,7 +54,14 @@ class Regroup {
   /// Those of `epoch` that have joined since its step was committed.
   std::vector<int> joined(const Epoch& epoch) const;
   /// All far ranks have the group's state, also those that have joined since that step.
-  void forget_joined() { linking_.forget_joined(); }
+  void forget_joined() {
+    linking_.forget_joined();
+    seating_.forget_joined();
+  }
+  /// The epoch in which the process joined that has the seat; 1: before this rank did.
+  protocol::Epoch since(int seat) const {
+    return far(seat) ? linking_.since(seat) : seating_.since(seat);
+  }
   /// Whether a seat was ever taken by another process.
   bool ever_seated() const { return seating_.ever_seated() || linking_.any(); }
   /// Whether a rank that was lost may still write to this one's memory.

@@ -166,7 +166,7 @@ void Regroup::seat_joiners() {
         linking_.begin(seat, view, join.ticket);
         continue;
       }
-      seating_.seat(seat, join.ticket);
+      seating_.seat(seat, join.ticket, view);
       if (carrier_) carrier_->seat(seat, join.ticket);
       ended_.remove(seat);
       heard_[static_cast<std::size_t>(seat)] = 0;
@@ -292,8 +292,9 @@ bool Regroup::one_waits() {
 std::vector<int> Regroup::joined(const Epoch& epoch) const {
   std::vector<int> ranks;
   for (const int rank : epoch.ranks) {
+    std::uint64_t at = far(rank) ? linking_.joined_at(rank) : seating_.joined_at(rank);
     // One that has not said yet when it joined has committed nothing since.
-    const std::uint64_t at = far(rank) ? linking_.joined_at(rank) : channel_.joined_at(rank);
+    if (!far(rank) && at == 0) at = channel_.joined_at(rank);
     if (at == Channel::kJoining || at == epoch.step + 1) ranks.push_back(rank);
   }
   return ranks;

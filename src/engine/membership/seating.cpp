@@ -117,14 +117,22 @@ void Seating::knock_all() const {
   for (const Guest& guest : guests_) ring(guest.visitor.control, layout_);
 }
 
-void Seating::seat(int seat, std::uint64_t ticket) {
+void Seating::note_joins(const Member::View& view) {
+  for (const protocol::Join& join : view.joins) {
+    if (join.ticket != 0) seats_[join.seat] = {view.epoch, view.step + 1};
+  }
+}
+
+void Seating::seat(int seat, std::uint64_t ticket, const Member::View& view) {
   former_may_write_ = former_may_write_ || fabric_.peer_state(seat) != fabric::PeerState::dead;
   lobby_->seat(seat, ticket);
+  note_joins(view);
   ever_seated_ = true;
 }
 
 void Seating::seat_all(const Member::View& view) {
   update();
+  note_joins(view);
   for (int seat = 0; seat < fabric_.size(); ++seat) {
     if (seat == fabric_.rank() || !lobby_->has(seat)) continue;
     const Guest* there = holder(seat);

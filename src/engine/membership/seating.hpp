@@ -55,7 +55,10 @@ class Seating {
   };
 
   Seating(fabric::Fabric& fabric, const ControlLayout& layout)
-      : fabric_(fabric), lobby_(fabric.lobby()), layout_(layout) {}
+      : fabric_(fabric),
+        lobby_(fabric.lobby()),
+        layout_(layout),
+        seats_(static_cast<std::size_t>(fabric.size())) {}
 
   bool open() const { return lobby_ != nullptr && lobby_->is_open(); }
   /// Looks who shows itself, and reads what it says.
@@ -79,8 +82,18 @@ class Seating {
   void knock_all() const;
   std::vector<fabric::Elsewhere> elsewhere() const { return lobby_->elsewhere(); }
 
-  /// From now on the seat is that process.
-  void seat(int seat, std::uint64_t ticket);
+  /// From now on the seat is that process, which joined with this view.
+  void seat(int seat, std::uint64_t ticket, const Member::View& view);
+  /// The epoch in which the process joined that has the seat; 1: before this rank did.
+  protocol::Epoch since(int seat) const { return seats_[static_cast<std::size_t>(seat)].epoch; }
+  /// The step that was committed then, plus 1; 0: before this rank did. The view says so: the
+  /// process may have ended before this rank could read it there.
+  std::uint64_t joined_at(int seat) const {
+    return seats_[static_cast<std::size_t>(seat)].joined_at;
+  }
+  void forget_joined() {
+    for (Seat& seat : seats_) seat.joined_at = 0;
+  }
   /// Of a process that has joined: all seats of its domain but its own.
   void seat_all(const Member::View& view);
   /// Whether a process that had a seat before another may still write.
@@ -88,10 +101,17 @@ class Seating {
   bool ever_seated() const { return ever_seated_; }
 
  private:
+  struct Seat {
+    protocol::Epoch epoch = 1;
+    std::uint64_t joined_at = 0;
+  };
+  void note_joins(const Member::View& view);
+
   fabric::Fabric& fabric_;
   fabric::Lobby* lobby_;
   ControlLayout layout_;
   std::vector<Guest> guests_{};  // by seat, then ticket
+  std::vector<Seat> seats_;
   bool former_may_write_ = false;
   bool ever_seated_ = false;
 };
