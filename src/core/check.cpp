@@ -194,14 +194,6 @@ void check_config(const GroupConfig& config) {
   check_elastic(config);
 }
 
-void check_not_elastic(const GroupConfig& config, int rank) {
-  if (config.elastic.empty()) return;
-  throw Error(ErrorKind::unsupported,
-              "LatencyExchange: not in a group whose lost ranks are replaced (elastic); make it in "
-              "a group of its own",
-              {rank, -1, "LatencyExchange", 0, 0, 0});
-}
-
 void check_config(const LatencyConfig& config) {
   constexpr std::string_view kCall = "LatencyExchange";
   if (config.capacity < 1 || config.capacity > (1 << 20)) {

@@ -79,8 +79,6 @@ void check_combine_rows(const ExchangePlan& plan, const std::vector<RowLayout>& 
 /// have one dimension, are as many as the rows.
 void check_combine_weights(const ExchangePlan& plan, const std::vector<RowLayout>& dispatched,
                            const Extents& shape, int topk);
-/// Throws Error(unsupported) when lost ranks of the group are replaced.
-void check_not_elastic(const GroupConfig& config, int rank);
 void check_formats(std::string_view call, WireFormat format, ScaleFormat scales);
 void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                             const LatencyConfig& config, const LatencyDispatchOptions& options,

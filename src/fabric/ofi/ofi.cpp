@@ -99,10 +99,17 @@ class OfiFabric final : public Fabric {
   void send_text(int peer, std::span<const std::byte> text) override {
     sets_[0]->send_text(peer, text);
   }
-  void set_on_text(OnText on_text) override { sets_[0]->set_on_text(std::move(on_text)); }
-  // What a group puts outside of latency exchanges goes by this set.
-  void fence(int peer, std::uint64_t epoch) override { sets_[0]->fence(peer, epoch); }
-  bool fenced(int peer, std::uint64_t epoch) override { return sets_[0]->fenced(peer, epoch); }
+  void set_on_text(OnText on_text) override {
+    for (const auto& set : sets_) set->set_on_text(on_text);  // the others tell of fences
+  }
+  void fence(int peer, std::uint64_t epoch) override {
+    for (const auto& set : sets_) set->fence(peer, epoch);
+  }
+  bool fenced(int peer, std::uint64_t epoch) override {
+    bool all = true;
+    for (const auto& set : sets_) all = set->fenced(peer, epoch) && all;
+    return all;
+  }
   void exclude(int peer) noexcept override {
     for (const auto& set : sets_) set->exclude(peer);
   }

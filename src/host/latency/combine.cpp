@@ -72,7 +72,7 @@ LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyR
                                      const std::optional<ConstTensorView>& topk_weights,
                                      const LatencyCombineOptions& options) {
   HostEngine::Call call(*engine_, kLatencyCombine, asks());
-  check_epoch(kLatencyCombine);
+  check_complete(kLatencyCombine);
   const auto* state = dynamic_cast<const ReceiveRows*>(Access::state(received).get());
   if (state == nullptr || state->engine.get() != this) {
     refuse(kLatencyCombine, "received", "a result of another exchange, or none",

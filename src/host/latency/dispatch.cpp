@@ -76,7 +76,7 @@ std::shared_ptr<Exchange> HostLatency::begin(const ConstTensorView& x,
 LatencyReceived HostLatency::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                       const LatencyDispatchOptions& options) {
   HostEngine::Call call(*engine_, kLatencyDispatch, asks());
-  check_epoch(kLatencyDispatch);
+  check_complete(kLatencyDispatch);
   masks_.check_evicted(kLatencyDispatch);
   const std::shared_ptr<Exchange> exchange = begin(x, topk_idx, options);
   auto state = std::make_shared<ReceiveRows>();

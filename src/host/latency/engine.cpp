@@ -1,6 +1,6 @@
-// Latency mode: the buffers, how they are made and given back; who takes part in an exchange, and
-// how ranks come back.
-#include "host/latency/create.hpp"
+// Latency mode: the buffers, and how they are given back; who takes part in an exchange, and how
+// ranks come back: by a rejoin, or with the next epoch of the group.
+#include "host/latency/engine.hpp"
 
 #include <algorithm>
 #include <optional>
@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "base/log.hpp"
+#include "base/text.hpp"
 #include "core/check.hpp"
-#include "host/latency/engine.hpp"
 
 namespace ferry::host {
 
@@ -44,6 +44,10 @@ LatencyHeartbeat heartbeat(HostEngine& engine, const AddedSegments& segments, st
   const protocol::FlagLayout layout = flags(engine.size(), segments.mine.id, lines);
   std::vector<std::byte*> near;
   for (int peer = 0; peer < engine.size(); ++peer) {
+    if (!engine.channel().has(peer)) {
+      near.push_back(LatencyHeartbeat::silence());
+      continue;
+    }
     const fabric::SegmentId segment = segments.ids[static_cast<std::size_t>(peer)];
     near.push_back(engine.channel().pointer(peer, {segment, layout.place(peer).offset}));
   }
@@ -54,11 +58,13 @@ LatencyHeartbeat heartbeat(HostEngine& engine, const AddedSegments& segments, st
 }  // namespace
 
 HostLatency::HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig& config,
-                         const AddedSegments& segments, const LatencyLayout& layout)
+                         const AddedSegments& segments, const LatencyLayout& layout,
+                         std::uint64_t number)
     : engine_(std::move(engine)),
-      number_(engine_->next_exchange()),
+      number_(static_cast<std::uint32_t>(number)),
+      here_(engine_->channel().live(), engine_->channel().live() + engine_->size()),
       memory_{*engine_, config, segments.mine, layout,
-              FabricReach(*engine_->shared_memory()->fabric, number_, segments.ids)},
+              FabricReach(*engine_->shared_memory()->fabric, number_, segments.ids, here_.data())},
       credit_({source_flags(engine_->size(), segments.mine.id, layout.arrived),
                source_flags(engine_->size(), segments.mine.id, layout.released)},
               engine_->rank(), segments.mine.data + layout.arrived,
@@ -74,7 +80,15 @@ HostLatency::HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig
               segments.mine.data + layout.answers),
       sum_room_{std::vector<std::byte>(static_cast<std::size_t>(chunk_rows(layout.sum_slot)) *
                                        layout.sum_slot),
-                std::vector<std::byte>(memory_.plain_bytes())} {}
+                std::vector<std::byte>(memory_.plain_bytes())} {
+  for (int peer = 0; peer < ranks(); ++peer) {
+    if (!here(peer)) masks_.leave_out(peer);
+  }
+}
+
+HostLatency::~HostLatency() {
+  engine_->latency_pool().dropped(number_, memory_.segment);
+}
 
 BufferLease::~BufferLease() {
   if (taken_) engine_->drop(generation_, received_.load(std::memory_order_acquire));
@@ -107,10 +121,10 @@ void HostLatency::drop(Generation generation, bool received) {
 
 void HostLatency::release(Generation generation) {
   const Generation upto = drops_.drop(generation);
-  if (upto > released_ && !engine_->destroyed()) {
-    released_ = upto;
-    credit_.release(memory_.reach, upto);
-  }
+  if (upto <= released_ || engine_->destroyed()) return;
+  released_ = upto;
+  // Until the ranks have agreed anew, places may change hands; then they are told.
+  if (!masks_.must_rejoin()) credit_.release(memory_.reach, upto);
 }
 
 RankBytes HostLatency::unmasked() const {
@@ -121,23 +135,29 @@ RankBytes HostLatency::unmasked() const {
   return all;
 }
 
-void HostLatency::check_epoch(const char* call) const {
+void HostLatency::check_complete(const char* call) {
   if (masks_.on() || engine_->epoch() == epoch_) return;
-  throw Error(ErrorKind::unsupported,
-              std::string(call) + ": the exchange was made in epoch " + std::to_string(epoch_) +
-                  " of the group, which is in epoch " + std::to_string(engine_->epoch()) +
-                  " since a regroup; make a new group, or exchanges with masks",
-              {engine_->rank(), -1, call, generation_, 0, 0});
+  std::scoped_lock lock(mutex_);
+  std::vector<int> lost;
+  for (int peer = 0; peer < ranks(); ++peer) {
+    if (!here(peer)) lost.push_back(peer);
+  }
+  if (lost.empty()) return;
+  refuse(call, "exchange",
+         "one without masks that was made in epoch " + std::to_string(epoch_) +
+             " of the group and has lost " + spell_ranks(lost),
+         "one that is made anew, with masks = true");
 }
 
 void HostLatency::check_still_joined(const char* call, Generation generation) const {
   masks_.check_evicted(call);
   if (generation > masks_.base()) return;
-  throw Error(ErrorKind::evicted,
-              "rank " + std::to_string(engine_->rank()) + ": " + call +
-                  ": this result is of a dispatch before the last rejoin; its rows may still be "
-                  "read, but neither received nor combined",
-              {engine_->rank(), engine_->rank(), call, generation, masks_.base(), generation});
+  throw Error(
+      ErrorKind::evicted,
+      "rank " + std::to_string(engine_->rank()) + ": " + call +
+          ": this result is of a dispatch before the last rejoin or regroup; its rows may still "
+          "be read, but neither received nor combined",
+      {engine_->rank(), engine_->rank(), call, generation, masks_.base(), generation});
 }
 
 RankBytes HostLatency::served(const Exchange& exchange) const {
@@ -177,9 +197,13 @@ void HostLatency::set_mask(int rank, bool masked) {
   Generation now = 0;
   {
     std::scoped_lock lock(mutex_);
+    if (!here(rank)) {
+      if (masked) return;
+      refuse("set_mask", "rank", std::to_string(rank) + ", which was lost", "a rank that is here");
+    }
     now = generation_;
+    masks_.set(rank, masked, now);
   }
-  masks_.set(rank, masked, now);
   if (logs(LogLevel::info)) {
     log(LogLevel::info, engine_->rank(), masked ? "mask" : "unmask",
         {{"peer", rank}, {"generation", now}, {"why", "set_mask"}});
@@ -189,7 +213,7 @@ void HostLatency::set_mask(int rank, bool masked) {
 void HostLatency::clear_masks() {
   require_masks();
   for (int peer = 0; peer < ranks(); ++peer) {
-    if (peer != engine_->rank() && masks_.masked(peer)) set_mask(peer, false);
+    if (peer != engine_->rank() && masks_.masked(peer) && is_here(peer)) set_mask(peer, false);
   }
 }
 
@@ -210,7 +234,7 @@ void HostLatency::rejoin() {
           used = std::max(used, generation_);
         }
         masks_.require_rejoin();
-        RankBytes gone(static_cast<std::size_t>(ranks()), 0);
+        RankBytes gone = absent();
         MaskWatch watch(*engine_, masks_, [this](int peer) { return rejoin_.offered(peer); });
         const protocol::Status status = rejoin_.agree(memory_.reach, used, gone, watch, agreed);
         if (!status.ok()) throw_not_rejoined(status);
@@ -240,6 +264,32 @@ void HostLatency::throw_not_rejoined(const protocol::Status& status) const {
       {engine_->rank(), status.peer, kLatencyRejoin, masks_.base(), status.expected, status.seen});
 }
 
+Generation HostLatency::leave_epoch() {
+  std::scoped_lock lock(mutex_);
+  masks_.require_rejoin();
+  return std::max(generation_, masks_.newest_told());
+}
+
+void HostLatency::begin_epoch(const engine::Epoch& next,
+                              const std::function<std::uint64_t(int)>& since) {
+  {
+    std::scoped_lock lock(mutex_);
+    for (int peer = 0; peer < ranks(); ++peer) {
+      const bool in_view = std::binary_search(next.ranks.begin(), next.ranks.end(), peer);
+      if (in_view && since(peer) <= epoch_) continue;
+      here_[static_cast<std::size_t>(peer)] = 0;
+      masks_.forget(peer);
+    }
+  }
+  start_from(next.first, absent());
+}
+
+RankBytes HostLatency::absent() const {
+  RankBytes all;
+  for (int peer = 0; peer < ranks(); ++peer) all.push_back(here(peer) ? 0 : 1);
+  return all;
+}
+
 void HostLatency::start_from(Generation agreed, const RankBytes& gone) {
   std::scoped_lock lock(mutex_);
   masks_.start_over(agreed, gone);
@@ -252,83 +302,6 @@ void HostLatency::start_from(Generation agreed, const RankBytes& gone) {
     if (!alive_[memory_.buffer(before)]) released_ = drops_.drop(before);
   }
   credit_.release(memory_.reach, released_);
-}
-
-LatencyLayout latency_layout(const LatencyConfig& config, std::int64_t experts, int ranks,
-                             int domains) {
-  check_size(config, Placement{experts, ranks}.local_experts(0), ranks);
-  LatencyShape shape;
-  shape.ranks = ranks;
-  shape.local_experts = Placement{experts, ranks}.local_experts(0);  // rank 0 has the most
-  shape.capacity = config.capacity;
-  shape.hidden = config.hidden;
-  shape.topk = config.topk;
-  shape.element_bytes = size_of(config.dtype);
-  shape.masks = config.masks;
-  shape.fans_out = config.order == RowOrder::expert_major;
-  shape.crosses = domains > 1;
-  return make_latency_layout(shape);
-}
-
-std::size_t latency_memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks,
-                                int domains) {
-  return segment_bytes(latency_layout(config, experts, ranks, domains).bytes);
-}
-
-std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> engine,
-                                                 const LatencyConfig& config) {
-  engine->check_whole("LatencyExchange");
-  check_not_elastic(engine->config(), engine->rank());
-  LatencyLayout layout{};
-  std::optional<Error> invalid;
-  try {
-    check_config(config);
-    layout = latency_layout(config, engine->placement().experts, engine->size(), engine->domains());
-  } catch (const Error& error) {
-    invalid = error;
-  }
-  AddedSegments segments;
-  std::shared_ptr<HostLatency>
-      made;  // inside the call: its number among all is the same everywhere
-  engine->enter("LatencyExchange", nullptr, [&] {
-    StepMessage head;
-    head.call.kind = CallKind::latency;
-    head.call.dtype = static_cast<std::uint32_t>(config.dtype);
-    head.call.elements = config.hidden;
-    head.call.latency.capacity = config.capacity;
-    head.call.latency.topk = static_cast<std::uint32_t>(config.topk);
-    head.call.latency.has_masks = config.masks ? 1 : 0;
-    head.call.latency.order = static_cast<std::uint32_t>(config.order);
-    engine::agree_on_validity(engine->channel(), "LatencyExchange: configuration", head, invalid);
-    constexpr const char* kStage = "LatencyExchange: buffers";
-    segments =
-        engine->add_segments({kStage, "capacity, hidden, topk and experts", layout.bytes, 0});
-    for (int peer = 0; peer < engine->size(); ++peer) {
-      const std::uint64_t bytes = segments.bytes[static_cast<std::size_t>(peer)];
-      if (bytes < layout.bytes) {
-        engine->channel().throw_violation(kStage, peer,
-                                          "registered " + std::to_string(bytes) +
-                                              " bytes, expected at least " +
-                                              std::to_string(layout.bytes));
-      }
-    }
-    engine->add_latency_memory(segments.mine);
-    made = std::make_shared<HostLatency>(engine, config, segments, layout);
-  });
-  if (logs(LogLevel::info)) {
-    log(LogLevel::info, engine->rank(), "latency_exchange",
-        {{"capacity", config.capacity},
-         {"hidden", config.hidden},
-         {"topk", config.topk},
-         {"dtype", std::string(name_of(config.dtype))},
-         {"masks", config.masks ? "true" : "false"},
-         {"bytes", segments.mine.bytes}});
-  }
-  return made;
-}
-
-std::shared_ptr<LatencyEngine> HostEngine::make_latency(const LatencyConfig& config) {
-  return make_host_latency(shared_from_this(), config);
 }
 
 }  // namespace ferry::host

@@ -24,10 +24,14 @@ namespace ferry::host {
 /// Fixed buffers, twice; credits say when one may be written again (protocol/credit.hpp).
 /// engine.cpp: buffers, who takes part; dispatch.cpp, combine.cpp: the calls. What moves is in
 /// dispatch_send.cpp, dispatch_receive.cpp and combine_send.cpp (memory.hpp).
-class HostLatency final : public LatencyEngine, public std::enable_shared_from_this<HostLatency> {
+class HostLatency final : public LatencyEngine,
+                          public OutlivesEpoch,
+                          public std::enable_shared_from_this<HostLatency> {
  public:
+  /// `number`: among the group's exchanges, the same on all ranks.
   HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig& config,
-              const AddedSegments& segments, const LatencyLayout& layout);
+              const AddedSegments& segments, const LatencyLayout& layout, std::uint64_t number);
+  ~HostLatency() override;
 
   const LatencyConfig& config() const override { return memory_.config; }
   std::vector<bool> masked() const override;
@@ -35,6 +39,9 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   void clear_masks() override;
   const std::uint64_t* mask_count() const override;
   void rejoin() override;
+  Generation leave_epoch() override;
+  void begin_epoch(const engine::Epoch& next,
+                   const std::function<std::uint64_t(int)>& since) override;
   LatencyReceived dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                            const LatencyDispatchOptions& options) override;
   LatencyCombined combine(const ConstTensorView& rows, const LatencyReceived& received,
@@ -56,13 +63,20 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
     return engine_->enter(call, stream, std::move(run), inside, {}, asks());
   }
   Asks asks() const { return memory_.config.masks ? Asks::existence : Asks::no_failure; }
-  /// Refuses calls after a regroup of the group, of an exchange without masks.
-  void check_epoch(const char* call) const;
+  /// Refuses calls of an exchange without masks that has lost ranks.
+  void check_complete(const char* call);
   /// Throws Error(evicted) for a result from before a rejoin, and as `LatencyMasks` does.
   void check_still_joined(const char* call, Generation generation) const;
 
  private:
   int ranks() const { return engine_->size(); }
+  /// Not lost since the exchange was made, nor before. For a call's work, or with mutex_ held.
+  bool here(int rank) const { return here_[static_cast<std::size_t>(rank)] != 0; }
+  bool is_here(int rank) {
+    std::scoped_lock lock(mutex_);
+    return here(rank);
+  }
+  RankBytes absent() const;
   void check_expert_capacity(const std::vector<std::int32_t>& routes) const;
   std::shared_ptr<Exchange> begin(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                   const LatencyDispatchOptions& options);
@@ -110,7 +124,8 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
                                  const ConstTensorView& rows, const RankBytes& to);
   std::shared_ptr<HostEngine> engine_;
   std::uint64_t epoch_ = engine_->epoch();  ///< in which it was made
-  std::uint32_t number_;                    ///< among the group's exchanges, the same on all ranks
+  std::uint32_t number_;                    ///< also its space of tags
+  RankBytes here_;  ///< [R]; a process that joins has no part in it. Changed with mutex_ held
   LatencyMemory memory_;
   protocol::Credit<> credit_;
   std::array<protocol::Delivery<>, 2> combined_;

@@ -24,6 +24,13 @@ class LatencyHeartbeat {
   LatencyHeartbeat(const protocol::FlagLayout& layout, int rank, std::byte* mine,
                    std::vector<std::byte*> near, std::chrono::nanoseconds deadline);
 
+  /// The word of a rank that is not there.
+  static std::byte* silence();
+  /// The memory of that rank may go.
+  void forget(int peer) {
+    std::byte*& word = near_[static_cast<std::size_t>(peer)];
+    if (word != nullptr) word = silence();
+  }
   /// Whether the words of a peer can be read here.
   bool reads(int peer) const { return near_[static_cast<std::size_t>(peer)] != nullptr; }
   /// The call, or a further deadline of it, begins.

@@ -56,7 +56,8 @@ void LatencyMasks::tell(int peer, bool masked, Generation now) {
 void LatencyMasks::set(int peer, bool masked, Generation now) {
   std::scoped_lock lock(mutex_);
   masked_[static_cast<std::size_t>(peer)].store(masked, std::memory_order_relaxed);
-  tell(peer, masked, now);
+  // What it was told would be of a generation that the others go on from.
+  if (!must_rejoin()) tell(peer, masked, now);
 }
 
 void LatencyMasks::mask(int peer, Generation now, const char* stage, const char* why) {
@@ -92,13 +93,14 @@ int LatencyMasks::evictor() const {
 }
 
 void LatencyMasks::check_evicted(const char* call) const {
-  if (!on_) return;
   if (must_rejoin()) {
     throw Error(ErrorKind::evicted,
                 "rank " + std::to_string(engine_.rank()) + ": " + call +
-                    ": the last rejoin of this exchange failed on this rank; rejoin again",
+                    ": the last rejoin of this exchange, or regroup of its group, failed on this "
+                    "rank; rejoin again, or regroup",
                 {engine_.rank(), engine_.rank(), call, base(), 0, 0});
   }
+  if (!on_) return;
   if (const int peer = evictor(); peer >= 0) throw_evicted(call, peer, 0, 0);
 }
 
@@ -111,7 +113,7 @@ void LatencyMasks::throw_evicted(const char* call, int peer, std::uint64_t expec
               "rank " + std::to_string(engine_.rank()) + ": " + call + ": rank " +
                   std::to_string(peer) +
                   " has masked this rank and goes on without it: evicted; its results since "
-                  "may lack rows. Call rejoin on all ranks to come back",
+                  "may lack rows. Call rejoin on all ranks to come back, or regroup",
               {engine_.rank(), peer, call, base(), expected, seen});
 }
 
@@ -131,7 +133,10 @@ void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation n
         protocol::await_some(wait.flags, wait.wanted, wait.depth, pending, newcomers, watch);
     switch (status.code) {
       case Status::Code::kOk: came(newcomers); break;
-      case Status::Code::kPeerFailed: give_up(status.peer, "gone"); break;
+      case Status::Code::kPeerFailed:
+        if (watch.regroups()) throw_regroups(wait.stage, status.peer);
+        give_up(status.peer, "gone");
+        break;
       case Status::Code::kDeadline: {
         // A rank that fails while it delivers holds up some ranks and not others: those that it
         // holds up are a call behind, and come when their deadline is over.
@@ -157,6 +162,13 @@ void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation n
     }
   }
   engine_.channel().count_wait(wait.stage, began, Clock::now() - began);
+}
+
+void LatencyMasks::throw_regroups(const char* call, int peer) const {
+  throw Error(ErrorKind::peer_failed,
+              "rank " + std::to_string(engine_.rank()) + ": " + call + ": rank " +
+                  std::to_string(peer) + " called regroup; call it on this rank, too",
+              {engine_.rank(), peer, call, base(), 0, 0});
 }
 
 Generation LatencyMasks::newest_told() const {
@@ -209,10 +221,22 @@ std::uint64_t MaskWatch::slice_ns() const {
           .count());
 }
 
+bool MaskWatch::awaited(int peer) const {
+  if (peer == engine_.rank()) return false;
+  return only_ >= 0 ? peer == only_ : pending_[static_cast<std::size_t>(peer)] != 0;
+}
+
 int MaskWatch::gone() const {
   for (int peer = 0; peer < engine_.size(); ++peer) {
-    const bool awaited = only_ >= 0 ? peer == only_ : pending_[static_cast<std::size_t>(peer)] != 0;
-    if (awaited && peer != engine_.rank() && engine_.channel().gone(peer)) return peer;
+    if (awaited(peer) && engine_.channel().gone(peer)) return peer;
+  }
+  return -1;
+}
+
+int MaskWatch::regrouping() const {
+  if (rejoins()) return -1;
+  for (int peer = 0; peer < engine_.size(); ++peer) {
+    if (awaited(peer) && engine_.wants_regroup(peer)) return peer;
   }
   return -1;
 }
@@ -226,6 +250,7 @@ Status MaskWatch::check() {
     return status;
   }
   deaths_ = deaths;
+  regroups_ = false;
   time_.poll(now);
   masks_.heartbeat_.poll(now);
   engine_.channel().beat(true);
@@ -239,6 +264,9 @@ Status MaskWatch::check() {
     status.code = Status::Code::kOvertaken;
     status.peer = by;
   } else if (status.peer = gone(); status.peer >= 0) {
+    status.code = Status::Code::kPeerFailed;
+  } else if (status.peer = regrouping(); status.peer >= 0) {
+    regroups_ = true;
     status.code = Status::Code::kPeerFailed;
   } else if (time_.over() && rejoins() && masks_.waits_on(only_, arrived_)) {
     masks_.extend();

@@ -82,6 +82,15 @@ class LatencyMasks {
   /// Whether the words of a peer can be read here.
   bool reads(int peer) const { return heartbeat_.reads(peer); }
 
+  /// This rank must rejoin, or regroup, before it makes other calls.
+  bool must_rejoin() const { return must_rejoin_.load(std::memory_order_relaxed); }
+  /// A rank that was lost before the exchange was made.
+  void leave_out(int peer) {
+    masked_[static_cast<std::size_t>(peer)].store(true, std::memory_order_relaxed);
+  }
+  /// Nothing of that rank's memory is looked at any more.
+  void forget(int peer) { heartbeat_.forget(peer); }
+
   /// Waits for the flags of the ranks in `pending`. `came(newcomers)` is called for each lot of
   /// them. Ranks that miss the deadline, or are gone, are masked, and `missed(peer)` is called;
   /// those that are held up themselves get another deadline. Throws Error(evicted).
@@ -100,7 +109,6 @@ class LatencyMasks {
  private:
   friend class MaskWatch;
   int evictor() const;
-  bool must_rejoin() const { return must_rejoin_.load(std::memory_order_relaxed); }
   void begin_wait() {
     time_.begin();
     heartbeat_.begin_window(time_.begun());
@@ -120,6 +128,7 @@ class LatencyMasks {
   void tell(int peer, bool masked, Generation now);  // with mutex_ held
   [[noreturn]] void throw_evicted(const char* call, int peer, std::uint64_t expected,
                                   std::uint64_t seen) const;
+  [[noreturn]] void throw_regroups(const char* call, int peer) const;
 
   HostEngine& engine_;
   FabricReach& reach_;
@@ -153,6 +162,9 @@ class MaskWatch {
   void hand_over();
   protocol::Status check();
   void awaits(int peer) { only_ = peer; }
+  /// Whether the last wait ended because a rank waits for the others in regroup, where it comes to
+  /// no call before they are there, too.
+  bool regroups() const { return regroups_; }
   /// All ranks have come to the rejoin: what is left takes them no time, so a rank that was the
   /// last to come does not have this one give up while the others go on.
   void all_arrived() { masks_.begin_wait(); }
@@ -160,6 +172,10 @@ class MaskWatch {
  private:
   bool rejoins() const { return arrived_ != nullptr; }
   int gone() const;
+  /// Whether `peer` is waited for.
+  bool awaited(int peer) const;
+  /// An awaited rank that has called regroup, or −1.
+  int regrouping() const;
   /// What ends a call, and not a rejoin: a peer that went on without this rank, or −1.
   int evictor() const { return rejoins() ? -1 : masks_.evictor(); }
   HostEngine& engine_;
@@ -168,6 +184,7 @@ class MaskWatch {
   protocol::RankSet pending_{};
   std::function<bool(int)> arrived_{};
   int only_ = -1;
+  bool regroups_ = false;
   std::uint64_t deaths_ = 0;  // told by the kernel when this last looked
 };
 

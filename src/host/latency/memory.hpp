@@ -129,7 +129,7 @@ struct LatencyMemory {
   }
 
   /// Whether what goes to or comes from `peer` crosses to another domain: as records then.
-  bool crosses(int peer) const { return !engine.topology().together(engine.rank(), peer); }
+  bool crosses(int peer) const { return engine.domain_of(engine.rank()) != engine.domain_of(peer); }
   RecordLayout record_layout(const Exchange& exchange) const {
     return make_record_layout(config.topk, row_bytes(exchange), scale_bytes(exchange));
   }

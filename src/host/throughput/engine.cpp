@@ -109,17 +109,7 @@ Tensor HostEngine::empty(const Extents& shape, Dtype dtype) {
 }
 
 bool HostEngine::is_registered(const void* pointer) const {
-  if (memory_->arena.find(pointer, 1)) return true;
-  const auto* at = static_cast<const std::byte*>(pointer);
-  std::scoped_lock lock(latency_mutex_);
-  return std::any_of(latency_segments_.begin(), latency_segments_.end(), [&](const auto& segment) {
-    return std::less_equal<>{}(segment.data, at) && std::less<>{}(at, segment.data + segment.bytes);
-  });
-}
-
-void HostEngine::add_latency_memory(const fabric::Segment& segment) {
-  std::scoped_lock lock(latency_mutex_);
-  latency_segments_.push_back(segment);
+  return memory_->arena.find(pointer, 1) || latency_pool_.contains(pointer);
 }
 
 void HostEngine::barrier() {
@@ -223,6 +213,26 @@ void HostEngine::go_on(const engine::Epoch& next) {
   tuner_.forget();
   plans_ = 0;  // ranks may have failed before and after they counted one
   now_.begin(next, regroup_->joined(next));
+  for (const auto& each : outliving()) {
+    each->begin_epoch(next, [this](int rank) { return regroup_->since(rank); });
+  }
+}
+
+std::vector<std::shared_ptr<OutlivesEpoch>> HostEngine::outliving() {
+  std::vector<std::shared_ptr<OutlivesEpoch>> all;
+  std::erase_if(outliving_, [](const auto& each) { return each.expired(); });
+  for (const auto& each : outliving_) {
+    if (auto alive = each.lock()) all.push_back(std::move(alive));
+  }
+  return all;
+}
+
+bool HostEngine::wants_regroup(int peer) const {
+  std::byte* control = channel_.pointer(peer, {Channel::kControl, 0});
+  if (control == nullptr) return channel_.told_stopped(peer);
+  engine::Member::Said said;
+  engine::read_statement(control, control_layout(), said);
+  return said.epoch == epoch() && said.stopped != 0;
 }
 
 void HostEngine::go_on_from(std::uint64_t step) {
@@ -263,12 +273,10 @@ GroupView HostEngine::regroup() {
   enter(
       "regroup", nullptr,
       [this] {
-        if (carrier_ && exchanges_ > 0) {
-          throw Error(ErrorKind::unsupported,
-                      "regroup: this group, of several domains, has had latency exchanges, whose "
-                      "writes may still be under way; make them in another group",
-                      {rank(), -1, "regroup", 0, 0, 0});
-        }
+        // All that outlives the epoch goes on from one generation, beyond what each rank used.
+        Generation used = channel_.generation();
+        for (const auto& each : outliving()) used = std::max(used, each->leave_epoch());
+        channel_.count(used);
         go_on(membership().run(now_.step()));
       },
       nullptr, {}, Asks::existence);
@@ -293,12 +301,8 @@ void HostEngine::check_alive(std::span<const std::int32_t> routes, std::int64_t 
 }
 
 MemoryStats HostEngine::memory() const {
-  std::size_t latency_bytes = 0;
-  {
-    std::scoped_lock lock(latency_mutex_);
-    for (const fabric::Segment& segment : latency_segments_) latency_bytes += segment.bytes;
-  }
-  return {control_bytes_, memory_->arena.total_bytes(), memory_->arena.used_bytes(), latency_bytes};
+  return {control_bytes_, memory_->arena.total_bytes(), memory_->arena.used_bytes(),
+          latency_pool_.bytes()};
 }
 
 TimeStats HostEngine::time() const {

@@ -25,6 +25,7 @@
 #include "engine/regions.hpp"
 #include "engine/vault/vault.hpp"
 #include "fabric/domains/shared_doors.hpp"
+#include "host/throughput/latency_pool.hpp"
 #include "host/throughput/tuning.hpp"
 
 namespace ferry::host {
@@ -76,6 +77,17 @@ Tensor heap_tensor(const Extents& shape, Dtype dtype);
 /// What a call asks of its group: that it has not failed; or only that it is not destroyed, for an
 /// exchange that goes on without ranks that failed. Errors of such a call leave the group as it is.
 enum class Asks { no_failure, existence };
+
+/// Goes on in the next epoch of its group: a latency exchange.
+class OutlivesEpoch {
+ public:
+  virtual ~OutlivesEpoch() = default;
+  /// Nothing is called any more until the next epoch begins. The newest generation that it used.
+  virtual Generation leave_epoch() = 0;
+  /// `since(rank)`: the epoch in which the process joined that has that rank's place.
+  virtual void begin_epoch(const engine::Epoch& next,
+                           const std::function<std::uint64_t(int)>& since) = 0;
+};
 
 class HostEngine final : public Engine,
                          public engine::VaultGroup,
@@ -181,10 +193,13 @@ class HostEngine final : public Engine,
     return engine::add_segments(channel_, *memory_, growth);
   }
 
-  /// The number of a latency exchange, from 1, the same on all ranks: also its space of tags.
-  std::uint32_t next_exchange() { return ++exchanges_; }
-  /// From now on these bytes count in memory() and are registered for is_registered().
-  void add_latency_memory(const fabric::Segment& segment);
+  /// Tells `each` of every epoch from now on, as long as it lives. For a call's work.
+  void outlives_epochs(std::weak_ptr<OutlivesEpoch> each) { outliving_.push_back(std::move(each)); }
+  LatencyPool& latency_pool() { return latency_pool_; }
+  /// Whether a rank that was lost may still write to this one's memory. For a call's work.
+  bool lost_may_write() const { return regroup_ && regroup_->lost_may_write(); }
+  /// Whether a peer has called regroup, in this epoch. For a call's work.
+  bool wants_regroup(int peer) const;
   std::atomic<std::uint64_t>& exchange_ns() { return exchange_ns_; }
 
  private:
@@ -194,6 +209,7 @@ class HostEngine final : public Engine,
   engine::Regroup& membership(std::uint64_t ticket = 0);
   void check_can_regroup(const char* call) const;
   void go_on(const engine::Epoch& next);
+  std::vector<std::shared_ptr<OutlivesEpoch>> outliving();
   /// Refuses routes to experts of ranks that were lost. `routes`: [T, topk].
   void check_alive(std::span<const std::int32_t> routes, std::int64_t topk) const;
   void run_work(const char* call, const std::function<void()>& work, Asks asks);
@@ -217,12 +233,11 @@ class HostEngine final : public Engine,
   std::shared_ptr<const fabric::SharedDoors> doors_;  // null: none in a directory
   std::unique_ptr<engine::Regroup> regroup_{};        // of the thread whose turn it is
   engine::CurrentView now_;
-  mutable std::mutex latency_mutex_;
-  std::vector<fabric::Segment> latency_segments_;
+  LatencyPool latency_pool_{};
+  std::vector<std::weak_ptr<OutlivesEpoch>> outliving_{};  // of the thread whose turn it is
   engine::GroupVault vault_{};
   std::atomic<std::uint64_t> exchange_ns_{0};
   std::uint64_t plans_ = 0;  // of the thread whose turn it is
-  std::uint32_t exchanges_ = 0;
 
   std::mutex turn_mutex_;
   std::condition_variable turn_changed_;

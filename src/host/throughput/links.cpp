@@ -67,13 +67,14 @@ class Probe {
   explicit Probe(HostEngine& engine)
       : engine_(engine),
         layout_(make_link_layout(engine.size())),
+        number_(agree_on_exchange(engine, kMeasureLinks, layout_.bytes).number),
         segments_(engine.add_segments({kMeasureLinks, "the number of ranks", layout_.bytes, 0})),
-        reach_(*engine.shared_memory()->fabric, engine.next_exchange(), segments_.ids),
+        reach_(*engine.shared_memory()->fabric, number_, segments_.ids),
         sent_(static_cast<std::size_t>(engine.size())),
         heard_(sent_.size()),
         row_(sent_.size()),
         piece_(kLinkPiece) {
-    engine.add_latency_memory(segments_.mine);
+    engine.latency_pool().made(number_, segments_.mine, true);
   }
 
   void run(const std::function<void(int, int)>& progress) {
@@ -324,6 +325,7 @@ class Probe {
 
   HostEngine& engine_;
   LinkLayout layout_;
+  std::uint64_t number_;  // among the group's exchanges
   AddedSegments segments_;
   FabricReach reach_;
   std::vector<std::uint64_t> sent_, heard_;  // calls to and from each peer

@@ -214,15 +214,5 @@ TEST(RegroupDomainsErrors, AnArbiterThatCannotBeIsRefused) {
   refused(ErrorKind::unsupported, "Group: arbiter: got 2 ranks in 1 domains");
 }
 
-TEST(RegroupDomainsErrors, LatencyExchangesBelongInAnotherGroup) {
-  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
-  with_groups(2, domains_of(1), [&](Group& group) {
-    const LatencyExchange latency(group, {4, 16, 1, Dtype::f32});
-    expect_error(ErrorKind::unsupported, {"regroup", "latency exchanges", "another group"},
-                 [&] { group.regroup(); });
-    group.barrier();
-  });
-}
-
 }  // namespace
 }  // namespace ferry::host::test

@@ -53,7 +53,6 @@ TEST(Regroup, RefusesWhatIsOfTheEpochBefore) {
   with_groups(3, elastic(), [&](Group& group) {
     const Batch batch(group.rank(), 4, 16, 0);
     const Plan old = group.plan(batch.ids());
-    const LatencyExchange latency(group, {4, 16, 1, Dtype::f32});
     group.barrier();
     if (group.rank() == 2) return group.destroy();
     until_it_fails(group);
@@ -65,8 +64,6 @@ TEST(Regroup, RefusesWhatIsOfTheEpochBefore) {
     expect_error(ErrorKind::invalid_argument,
                  {"topk_idx[0, 0]", "expert 20 of rank 2", "epoch 2", "ranks 0 and 1"},
                  [&] { group.plan(lost.ids()); });
-    expect_error(ErrorKind::unsupported, {"LatencyExchange", "ranks 0 and 1 of 3"},
-                 [&] { LatencyExchange(group, {4, 16, 1, Dtype::f32}); });
     exchange_among(group, {0, 1}, 2);
     group.barrier();
   });
