@@ -1,10 +1,13 @@
-#include "protocol/credit.hpp"
+#include <algorithm>
 
+#include "protocol/credit.hpp"
+#include "protocol/membership_statement.hpp"
 #include "world.hpp"
 
 namespace ferry::model::credit_model {
 namespace {
 
+using protocol::await_flag;
 using protocol::AwaitTraits;
 using protocol::Channel;
 using protocol::Credit;
@@ -12,6 +15,8 @@ using protocol::CreditLayout;
 using protocol::CreditTraits;
 using protocol::DropOrder;
 using protocol::DropTraits;
+using protocol::FlagArray;
+using protocol::FlagLayout;
 
 /// How a receiver treats its results.
 enum class Use {
@@ -148,6 +153,90 @@ TEST(CreditModel, MutantsAreCaught) {
   expect_caught("credit: released out of order",
                 credits<CreditTraits, Sound, AnyDrop>(memory, Use::kOutOfOrder));
   expect_caught("credit: bytes not counted", credits<Uncounted>(network, use));
+}
+
+/// Two ranks have used an exchange apart, then regroup: both go on from one generation.
+struct RegroupTraits {
+  static constexpr Generation first(Generation /*used*/, Generation /*least*/, Generation newest) {
+    return protocol::MembershipTraits::after(newest);
+  }
+};
+constexpr Generation kOfNewEpoch = 50;  // in payloads
+
+template <class Traits = RegroupTraits>
+Report regroups(const Case& what) {
+  Explorer explorer;
+  World<Sound> world(explorer, what, {Channel::kArrival, Channel::kCredit});
+  CreditLayout layout;
+  layout.arrived = world.take_flags("arrived");
+  layout.released = world.take_flags("released");
+  const FlagLayout offers = world.take_flags("offers");
+  const std::uint64_t bytes = what.words * sizeof(std::uint64_t);
+  const Place buffers = world.take(4 * bytes, "buffers");
+  const auto slot = [&](Generation g, int source) {
+    return buffers.at(bytes * (Credit<>::buffer(g) * 2 + static_cast<std::uint64_t>(source)));
+  };
+  return world.run([&](int rank) {
+    const Credit<> mine(layout, rank, world.address(rank, layout.arrived.flags),
+                        world.address(rank, layout.released.flags));
+    auto reach = world.reach(rank);
+    DeadlineAnywhere watch;
+    const auto send = [&](Generation g, Generation salt) {
+      for (int peer = 0; peer < 2; ++peer) {
+        const Status status = mine.await_credit(peer, g, watch);
+        if (!status.ok()) return status;
+        const Payload row = payload(rank, peer, g + salt);
+        reach.write(peer, slot(g, rank), row.data(), bytes, Credit<>::tag(g));
+        mine.announce(reach, peer, g, bytes);
+      }
+      return Status{};
+    };
+    const auto used = static_cast<Generation>(2 - rank);  // nobody received: masked by the other
+    for (Generation g = 1; g <= used; ++g) {
+      if (const Status status = send(g, 0); !status.ok()) return status;
+    }
+    for (int peer = 0; peer < 2; ++peer) reach.publish(peer, {offers.place(rank), used, 0, 0});
+    const FlagArray all{world.address(rank, offers.flags), offers.stride, 2};
+    Generation least = used, newest = used;
+    for (int peer = 0; peer < 2; ++peer) {
+      const Status status = await_flag(all[peer], peer, 1, protocol::kAnyAhead, watch);
+      if (!status.ok()) return status;
+      least = std::min(least, status.seen);
+      newest = std::max(newest, status.seen);
+    }
+    const Generation first = Traits::first(used, least, newest);
+    mine.release(reach, first);
+    for (Generation g = first + 1; g <= first + 2; ++g) {
+      Status status = send(g, kOfNewEpoch);
+      if (status.ok()) status = mine.await_arrivals(g, watch);
+      if (status.code == Status::Code::kOvertaken) explorer.fail("overtaken in the new epoch");
+      if (!status.ok()) return status;
+      for (int source = 0; source < 2; ++source) {
+        expect_payload(world.address(rank, slot(g, source)), payload(source, rank, g + kOfNewEpoch),
+                       what.words);
+      }
+      mine.release(reach, g);
+    }
+    return Status{};
+  });
+}
+
+TEST(CreditModel, AnExchangeGoesOnFromOneGenerationAfterARegroup) {
+  expect_sound("regroup, 3 preemptions", regroups({2, 2, false, {3, 0}}));
+  expect_sound("regroup, 1 deadline", regroups({2, 2, false, {2, 1}}));
+}
+
+struct OwnGeneration : RegroupTraits {
+  static constexpr Generation first(Generation used, Generation, Generation) { return used; }
+};
+struct LeastGeneration : RegroupTraits {
+  static constexpr Generation first(Generation, Generation least, Generation) { return least; }
+};
+
+TEST(CreditModel, MutantsOfARegroupAreCaught) {
+  const Case what{2, 2, false, {2, 0}};
+  expect_caught("regroup: each from its own generation", regroups<OwnGeneration>(what));
+  expect_caught("regroup: from the least", regroups<LeastGeneration>(what));
 }
 
 }  // namespace
