@@ -6,310 +6,303 @@
 #include <csignal>
 #include <cstdlib>
 #include <new>
+#include <optional>
 #include <thread>
+
+#include "ferry/experts.hpp"
 
 namespace ferry::test {
 namespace {
 namespace decoding {  // built together with other loads
 
-constexpr int kRanks = DecodeBoard::kRanks, kSlots = 4;
+constexpr int kRanks = DecodeBoard::kRanks, kSlots = 6;
 constexpr std::int64_t kExperts = 8, kTokens = 8, kHidden = 32, kTopk = 2;
 
-/// Every place is taken: each expert has two copies, and they stay where they are.
-ExpertPlacement two_copies() {
-  ExpertPlacement placement(kExperts, kRanks, kSlots);
-  placement.balance(std::vector<int>{0, 1, 2, 3}, {}, 2);
-  return placement;
-}
+/// Where a round is: the same on all ranks.
+struct Round {
+  std::int64_t step = 0;
+  int layer = 0;
+};
 
-void pause_briefly() {
-  std::this_thread::sleep_for(std::chrono::microseconds(200));
-}
+/// What rank `source` sends in a round can be told from it, so all ranks can check all.
+class Batch {
+ public:
+  Batch(int source, Round round) : source_(source), round_(round) {
+    const auto seed = (round.step * DecodeBoard::kLayers + round.layer) * kRanks + source + 1;
+    std::minstd_rand random(unsigned(seed * 0x9e37'79b1 % 2'147'483'647));
+    tokens = std::int64_t(random() % (kTokens + 1));
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      const auto first = std::int64_t(random() % kExperts);
+      routes.insert(routes.end(), {first, (first + 1 + random() % (kExperts - 1)) % kExperts});
+      for (int k = 0; k < kTopk; ++k) weights.push_back(float(random() % 4 + 1));
+    }
+  }
+  /// Whole, and with an expert's factor and weights less than 2^24: sums are exact.
+  float value(std::int64_t token) const {
+    return float(((round_.step % 512 * DecodeBoard::kLayers + round_.layer) * kRanks + source_) *
+                     kTokens +
+                 token + 1);
+  }
+  bool goes_to(std::int64_t token, std::int64_t expert) const {
+    const auto* to = routes.data() + token * kTopk;
+    return std::find(to, to + kTopk, expert) != to + kTopk;
+  }
 
-/// One rank, in one group. Expert e multiplies by e + 1; all numbers are whole, so sums are exact.
+  std::int64_t tokens = 0;
+  std::vector<std::int64_t> routes{};
+  std::vector<float> weights{};
+
+ private:
+  int source_;
+  Round round_;
+};
+
+/// One rank, until it is killed or the job ends. Expert e multiplies by e + 1.
 class Decoding {
  public:
-  Decoding(Group& group, DecodeBoard& board, const Reporter& reporter)
-      : rank_(group.rank()),
+  Decoding(Group& group, bool joins, DecodeBoard& board, const Reporter& reporter)
+      : group_(group),
+        joins_(joins),
         board_(board),
         reporter_(reporter),
-        mine_(board.ranks[std::size_t(rank_)]),
-        placement_(two_copies()),
-        held_(placement_.held_by(rank_)),
-        latency_(group, config()),
-        random_(unsigned(board.group * kRanks + rank_)),
-        x_(kTokens * kHidden),
-        weights_(kTokens * kTopk),
-        routes_(kTokens * kTopk),
+        mine_(board.ranks[std::size_t(group.rank())]),
         rows_(std::size_t(kSlots * kRanks * kTokens * kHidden)) {}
 
   void run() {
-    for (std::int64_t round = 1; round != board_.leave.at; ++round) {
-      for (auto* turn : {&board_.pause, &board_.rejoin, &board_.leave}) decide(*turn, round);
-      if (round == board_.pause.at) round = pause(round);
-      if (round == board_.rejoin.at) latency_.rejoin();
-      exchange();
-      mine_.round = round;
+    view_ = group_.view();
+    bool changed = true;
+    while (view_.step < std::uint64_t(board_.last)) {
+      try {
+        if (changed) settle();
+        changed = false;
+        if (step(view_.step + 1)) continue;
+        view_ = group_.regroup();
+      } catch (const Error& error) {
+        if (error.kind() != ErrorKind::peer_failed) throw;
+        view_ = group_.regroup();
+      }
+      changed = true;
     }
   }
 
  private:
-  static LatencyConfig config() {
+  /// A process that joins has no part in an exchange that was made before. Ranks may have passed
+  /// other epochs than this one, so where processes may join all make it anew.
+  void settle() {
+    check_view();
+    placement_ = ExpertPlacement(kExperts, kRanks, kSlots);
+    placement_.balance(view_.ranks, {}, 2);
+    held_ = placement_.held_by(group_.rank());
+    board_.epoch = std::max<std::int64_t>(board_.epoch, std::int64_t(view_.epoch));
+    if (latency_ && !joins_) return;
+    latency_.reset();
     LatencyConfig config{kTokens, kHidden, kTopk, Dtype::f32};
     config.masks = true;
-    return config;
+    latency_.emplace(group_, config);
   }
-  /// All ranks are within one round of each other.
-  void decide(DecodeBoard::Turn& turn, std::int64_t round) const {
-    if (turn.decider != rank_) return;
-    turn.decider = -1;
-    turn.at = round + 3;
-  }
-  /// The round in which this rank goes on.
-  std::int64_t pause(std::int64_t round) {
-    const int pausing = board_.pausing;
-    if (pausing != rank_) {
-      // Who is masked inside a call is evicted from it, and others may wait for its part.
-      while (board_.ranks[std::size_t(pausing)].round < round - 1) pause_briefly();
-      latency_.set_mask(pausing, true);
-      return round;
-    }
-    while (board_.rejoin.at == 0) pause_briefly();
-    return board_.rejoin.at;
+  /// All ranks have one view of an epoch.
+  void check_view() const {
+    std::uint64_t mine = view_.step + 1;
+    for (const int rank : view_.ranks) mine ^= std::uint64_t{1} << (40 + rank);
+    for (const int rank : view_.joined) mine ^= std::uint64_t{1} << (50 + rank);
+    std::uint64_t none = 0;
+    auto& first = board_.views[view_.epoch % DecodeBoard::kEpochs];
+    if (!first.compare_exchange_strong(none, mine) && none != mine) fail("two views", view_.step);
   }
 
-  void exchange() {
-    const auto tokens = std::int64_t(random_() % (kTokens + 1));
-    for (std::int64_t i = 0; i < tokens * kHidden; ++i) {
-      x_[std::size_t(i)] = float(random_() % 255 + 1);
+  /// False: the ranks must regroup, and make the step anew if nobody has committed it.
+  bool step(std::uint64_t number) {
+    const std::uint64_t before = *latency_->mask_count();
+    std::int64_t tokens = 0;
+    zeroed_ = 0;
+    for (int layer = 0; layer < DecodeBoard::kLayers; ++layer) {
+      if (!exchange({std::int64_t(number), layer}, tokens)) return false;
     }
-    for (std::int64_t i = 0; i < tokens * kTopk; i += kTopk) {
-      routes_[std::size_t(i)] = std::int64_t(random_() % kExperts);
-      const auto other = std::int64_t(random_() % (kExperts - 1)) + 1;
-      routes_[std::size_t(i + 1)] = (routes_[std::size_t(i)] + other) % kExperts;
-      for (std::int64_t k = 0; k < kTopk; ++k)
-        weights_[std::size_t(i + k)] = float(random_() % 4 + 1);
+    if (*latency_->mask_count() != before) {
+      mine_.zeroed += zeroed_;
+      return false;
     }
-    const std::vector<bool> before = latency_.masked();
-    const Extents slots{tokens, kTopk};
-    const Tensor places = placement_.places({routes_.data(), Dtype::i64, slots}, rank_, before);
+    if (zeroed_ > 0) fail("a sum without an expert, though no rank was lost", number);
+    const bool one_waits = group_.commit(number);
+    view_.step = number;
+    view_.joined.clear();
+    mine_.tokens += tokens;
+    mine_.inside = true;
+    board_.step = std::max<std::int64_t>(board_.step, std::int64_t(number));
+    return !one_waits;
+  }
+
+  /// False: no copy of an expert is left, before a regroup.
+  bool exchange(Round round, std::int64_t& tokens) {
+    const Batch batch(group_.rank(), round);
+    std::vector<float> x;
+    for (std::int64_t t = 0; t < batch.tokens; ++t) x.insert(x.end(), kHidden, batch.value(t));
+    const Extents slots{batch.tokens, kTopk};
+    const std::vector<bool> before = latency_->masked();
+    Tensor places;
+    try {
+      places = placement_.places({batch.routes.data(), Dtype::i64, slots}, group_.rank(), before);
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::invalid_argument) throw;
+      return false;
+    }
     const LatencyReceived received =
-        latency_.dispatch({x_.data(), Dtype::f32, {tokens, kHidden}}, places.view());
-    compute(received);
+        latency_->dispatch({x.data(), Dtype::f32, {batch.tokens, kHidden}}, places.view());
+    compute(received, round);
     const Tensor sums =
         latency_
-            .combine({rows_.data(), Dtype::f32, received.x.view().shape}, received,
-                     {weights_.data(), Dtype::f32, slots}, {.path = CombinePath::per_rank})
+            ->combine({rows_.data(), Dtype::f32, received.x.view().shape}, received,
+                      {batch.weights.data(), Dtype::f32, slots}, {.path = CombinePath::per_rank})
             .x;
-    std::vector<bool> lost = latency_.masked();
+    std::vector<bool> lost = latency_->masked();
     for (std::size_t r = 0; r < lost.size(); ++r) lost[r] = lost[r] && !before[r];
-    for (std::int64_t t = 0; t < tokens; ++t) {
-      check(sums.as<float>() + t * kHidden, places.as<std::int64_t>() + t * kTopk, t, lost);
+    for (std::int64_t t = 0; t < batch.tokens; ++t) {
+      check_sum(batch, t, sums.as<float>() + t * kHidden, places.as<std::int64_t>() + t * kTopk,
+                lost, round);
     }
-    mine_.tokens += tokens;
+    tokens += batch.tokens;
+    return true;
   }
 
-  void compute(const LatencyReceived& received) {
-    for (std::int64_t slot = 0; slot < kSlots; ++slot) {
-      const auto factor = float(held_[std::size_t(slot)] + 1);
-      for (int source = 0; source < kRanks; ++source) {
+  /// Checks the rows that came, and multiplies them.
+  void compute(const LatencyReceived& received, Round round) {
+    for (int source = 0; source < kRanks; ++source) {
+      const Batch batch(source, round);
+      for (std::int64_t slot = 0; slot < kSlots; ++slot) {
         const std::int64_t range = received.ranges.as<std::int64_t>()[slot * kRanks + source];
         const std::int64_t first = slot * kRanks * kTokens + (range >> 32);
         const std::int64_t end = first + (range & 0xffffffff);
-        for (std::int64_t i = first * kHidden; i < end * kHidden; ++i) {
-          rows_[std::size_t(i)] = factor * received.x.as<float>()[i];
+        std::int64_t token = 0;
+        for (std::int64_t row = first; row < end; ++row, ++token) {
+          const float* x = received.x.as<float>() + row * kHidden;
+          while (token < batch.tokens && batch.value(token) != x[0]) ++token;
+          const std::int64_t expert = held_[std::size_t(slot)];
+          const bool right = token < batch.tokens && batch.goes_to(token, expert) &&
+                             std::all_of(x, x + kHidden, [=](float v) { return v == x[0]; });
+          if (!right) fail("a wrong row of rank " + std::to_string(source), round.step);
+          std::fill_n(rows_.begin() + row * kHidden, kHidden, x[0] * float(expert + 1));
         }
       }
     }
   }
 
-  /// What is missing of a sum is of whole slots. Of two explanations the one counts that blames
-  /// ranks which were lost in this very call.
-  void check(const float* sum, const std::int64_t* places, std::int64_t token,
-             const std::vector<bool>& lost) {
-    int zeroed = 0, later = kTopk + 1;
+  /// What is missing of a sum is of ranks that were lost in this very round.
+  void check_sum(const Batch& batch, std::int64_t token, const float* sum,
+                 const std::int64_t* places, const std::vector<bool>& lost, Round round) {
     for (int missing = 0; missing < 1 << kTopk; ++missing) {
-      if (!explains(missing, sum, token)) continue;
-      int old = 0;
+      float factor = 0;
+      bool can_be = true;
       for (int k = 0; k < kTopk; ++k) {
-        if ((missing >> k & 1) != 0 && !lost[std::size_t(places[k] / kSlots)]) ++old;
+        const auto slot = std::size_t(token * kTopk + k);
+        if ((missing >> k & 1) == 0) {
+          factor += batch.weights[slot] * float(batch.routes[slot] + 1);
+        } else {
+          can_be = can_be && lost[std::size_t(places[k] / kSlots)];
+        }
       }
-      if (old >= later) continue;
-      later = old;
-      zeroed = std::popcount(unsigned(missing)) - old;
-    }
-    mine_.zeroed += zeroed;
-    if (later <= kTopk) {
-      mine_.zeroed_later += later;
+      const float want = factor * batch.value(token);
+      if (!can_be || std::any_of(sum, sum + kHidden, [=](float v) { return v != want; })) continue;
+      zeroed_ += std::popcount(unsigned(missing));
       return;
     }
-    reporter_.line("a wrong token in group " + std::to_string(board_.group) + ", after round " +
-                   std::to_string(mine_.round));
+    fail("a wrong sum, or one without an expert", round.step);
+  }
+
+  [[noreturn]] void fail(const std::string& what, std::uint64_t step) const {
+    reporter_.line(what + " in step " + std::to_string(step) + " of epoch " +
+                   std::to_string(view_.epoch));
     std::_Exit(4);
   }
 
-  bool explains(int missing, const float* sum, std::int64_t token) const {
-    float factor = 0;
-    for (int k = 0; k < kTopk; ++k) {
-      const auto slot = std::size_t(token * kTopk + k);
-      if ((missing >> k & 1) == 0) factor += weights_[slot] * float(routes_[slot] + 1);
-    }
-    const float* x = x_.data() + token * kHidden;
-    return std::equal(x, x + kHidden, sum,
-                      [&](float from, float got) { return got == factor * from; });
-  }
-
-  int rank_;
+  Group& group_;
+  bool joins_;
   DecodeBoard& board_;
   const Reporter& reporter_;
   DecodeBoard::Rank& mine_;
-  ExpertPlacement placement_;
-  std::vector<std::int32_t> held_;
-  LatencyExchange latency_;
-  std::mt19937 random_;
-  std::vector<float> x_, weights_;
-  std::vector<std::int64_t> routes_;
+  GroupView view_{};
+  ExpertPlacement placement_{kExperts, kRanks, kSlots};
+  std::vector<std::int32_t> held_{};
+  std::optional<LatencyExchange> latency_{};
+  std::int64_t zeroed_ = 0;
   std::vector<float> rows_;
 };
-
-/// One rank, in one group after another.
-void run_rank(int rank, DecodeBoard& board, const Reporter& reporter) {
-  DecodeBoard::Rank& mine = board.ranks[std::size_t(rank)];
-  for (;;) {
-    while (board.group == mine.ended) pause_briefly();
-    const int number = board.group;
-    if (number < 0) return;
-    TcpOptions options;
-    options.rank = rank;
-    options.size = kRanks;
-    options.port = static_cast<std::uint16_t>(int(board.port));
-    options.secret = "secret of a test";
-    options.deadline = std::chrono::seconds(60);
-    GroupConfig config;
-    config.experts = kRanks * kSlots;
-    config.deadline = std::chrono::seconds(60);  // it never decides: the end of a process does
-    config.memory_bytes = 1 << 16;
-    Group group(tcp_bootstrap(options), config);
-    Decoding load(group, board, reporter);
-    mine.round = 0;
-    mine.inside = number;
-    load.run();
-    mine.ended = number;
-    while (board.group == number) pause_briefly();  // who leaves before the others end is lost
-  }
-}
 
 }  // namespace decoding
 }  // namespace
 
-DecodeJob::DecodeJob(unsigned seed) : random_(seed), placement_(decoding::two_copies()) {
+DecodeJob::DecodeJob(unsigned seed, bool joins) : random_(seed), joins_(joins) {
   board_ = new (shared_.get()) DecodeBoard;
-  ranks_.emplace(kRanks, [board = board_](int rank, const std::shared_ptr<Bootstrap>&,
-                                          const Reporter& reporter) {
-    decoding::run_rank(rank, *board, reporter);
-  });
+  const auto body = [board = board_, joins](int, std::shared_ptr<Bootstrap> bootstrap,
+                                            const Reporter& reporter) {
+    GroupConfig config;
+    config.experts = kRanks * decoding::kSlots;
+    config.deadline = std::chrono::seconds(60);  // it never decides: the end of a process does
+    config.memory_bytes = 1 << 16;
+    if (joins) config.elastic = "decode";
+    Group group(std::move(bootstrap), config);
+    decoding::Decoding(group, joins, *board, reporter).run();
+    group.barrier();
+  };
+  ranks_ = std::make_unique<Ranks>(kRanks, body);
+  seen_at_ = now();
 }
 
-template <class Ready>
-void DecodeJob::await(const char* what, const Ready& ready) {
-  const double late = now() + 120;
-  for (int polls = 0; wrong_.empty() && !ready(); ++polls) {
-    decoding::pause_briefly();
-    for (int rank = 0; polls % 500 == 499 && rank < kRanks; ++rank) {
-      const std::string line = ranks_->line(rank, 0);
-      if (!line.empty()) wrong_ += " rank " + std::to_string(rank) + ": " + line;
-    }
-    if (now() > late) wrong_ = std::string("no ") + what + " within 120 s";
+void DecodeJob::check() {
+  for (int rank = 0; rank < kRanks && wrong_.empty(); ++rank) {
+    if (dead_[std::size_t(rank)]) continue;
+    const std::string line = ranks_->line(rank, 0);
+    if (!line.empty()) wrong_ = "rank " + std::to_string(rank) + ": " + line;
+  }
+  const std::int64_t step = board_->step;
+  if (step != seen_) {
+    seen_ = step;
+    seen_at_ = now();
+  } else if (now() - seen_at_ > 120 && wrong_.empty()) {
+    wrong_ = "no step after step " + std::to_string(step) + " for 120 s";
   }
 }
 
-void DecodeJob::await_rounds(std::int64_t count) {
-  for (int rank = 0; rank < kRanks; ++rank) {
-    if (gone_[std::size_t(rank)]) continue;
-    await("round", [&, until = at(rank).round + count] { return at(rank).round >= until; });
+/// Two ranks at least are left, which have made a step: so somebody can be joined.
+void DecodeJob::kill_or_restart() {
+  const auto rank = int(random_() % kRanks);
+  auto& inside = board_->ranks[std::size_t(rank)].inside;
+  if (dead_[std::size_t(rank)]) {
+    if (!joins_) return;
+    inside = false;
+    ranks_->restart(rank);
+    dead_[std::size_t(rank)] = false;
+    ++counts_.joins;
+    return;
   }
-}
-
-std::int64_t DecodeJob::take_turn(DecodeBoard::Turn& turn) {
-  turn.decider = int(std::find(gone_.begin(), gone_.end(), false) - gone_.begin());
-  await("decision", [&] { return turn.at != 0; });
-  return turn.at;
-}
-
-/// Whether another copy of each of its experts is left.
-bool DecodeJob::may_lose(int rank) const {
-  std::vector<bool> kept(decoding::kExperts);
+  int others = 0;
   for (int other = 0; other < kRanks; ++other) {
-    if (other == rank || gone_[std::size_t(other)]) continue;
-    for (const int expert : placement_.held_by(other)) kept[std::size_t(expert)] = true;
+    const bool there = board_->ranks[std::size_t(other)].inside && !dead_[std::size_t(other)];
+    others += other != rank && there ? 1 : 0;
   }
-  return !gone_[std::size_t(rank)] && std::find(kept.begin(), kept.end(), false) == kept.end();
-}
-
-void DecodeJob::kill_one() {
-  const int rank = int(random_() % kRanks);
-  if (!may_lose(rank)) return;
-  std::this_thread::sleep_for(std::chrono::microseconds(random_() % 3000));
+  if (others < 2) return;
+  dead_[std::size_t(rank)] = true;
   ranks_->signal(rank, SIGKILL);
-  gone_[std::size_t(rank)] = true;
   ++counts_.kills;
 }
 
-void DecodeJob::pause_one() {
-  const int rank = int(random_() % kRanks);
-  if (!may_lose(rank)) return;
-  board_->pausing = rank;
-  gone_[std::size_t(rank)] = true;
-  take_turn(board_->pause);
-  await_rounds(std::int64_t(random_() % 40) + 4);
-  if (random_() % 4 == 0) kill_one();
-  const std::int64_t back = take_turn(board_->rejoin);
-  if (random_() % 4 == 0) kill_one();  // perhaps while they rejoin
-  await("rejoin", [&] { return at(rank).round >= back; });
-  gone_[std::size_t(rank)] = false;
-  await_rounds(1);  // until all have taken it back
-  ++counts_.pauses;
-}
-
-/// Dead ranks are replaced.
-void DecodeJob::begin_group() {
-  const int number = board_->group;
-  for (int rank = 0; rank < kRanks; ++rank) {
-    if (!gone_[std::size_t(rank)]) continue;
-    at(rank).ended = number;
-    ranks_->restart(rank);
-    gone_[std::size_t(rank)] = false;
-    ++counts_.joins;
-  }
-  for (auto* turn : {&board_->pause, &board_->rejoin, &board_->leave}) turn->at = 0;
-  board_->port = free_port();
-  board_->group = number + 1;
-  for (int rank = 0; rank < kRanks; ++rank) {
-    await("group", [&] { return at(rank).inside == number + 1; });
-  }
-}
-
 DecodeCounts DecodeJob::run(std::int64_t rounds) {
-  while (wrong_.empty() && counts_.rounds < rounds) {
-    begin_group();
-    await_rounds(std::int64_t(random_() % 40) + 1);
-    if (random_() % 3 == 0) pause_one();
-    kill_one();
-    await_rounds(std::int64_t(random_() % 40) + 1);
-    if (random_() % 3 == 0) kill_one();
-    await_rounds(std::int64_t(random_() % 20) + 1);
-    counts_.rounds += take_turn(board_->leave) - 1;
-    for (int rank = 0; rank < kRanks; ++rank) {
-      if (gone_[std::size_t(rank)]) continue;
-      await("end", [&] { return at(rank).ended == board_->group; });
-    }
+  const std::int64_t steps = (rounds + DecodeBoard::kLayers - 1) / DecodeBoard::kLayers;
+  while (wrong_.empty() && (board_->step < steps || (!joins_ && counts_.kills < kRanks - 2))) {
+    std::this_thread::sleep_for(std::chrono::microseconds(random_() % 30'000));
+    kill_or_restart();
+    check();
   }
+  board_->last = board_->step + 20;
+  for (int rank = 0; rank < kRanks && wrong_.empty(); ++rank) {
+    if (dead_[std::size_t(rank)] || !board_->ranks[std::size_t(rank)].inside) continue;
+    while (wrong_.empty() && ranks_->join(rank, 0.1) < 0) check();
+  }
+  counts_.rounds = board_->step * DecodeBoard::kLayers;
+  counts_.epochs = board_->epoch;
   for (const auto& rank : board_->ranks) {
     counts_.tokens += rank.tokens;
     counts_.zeroed += rank.zeroed;
-    counts_.zeroed_later += rank.zeroed_later;
   }
-  board_->group = -1;
   return counts_;
 }
 

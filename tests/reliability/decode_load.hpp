@@ -1,16 +1,14 @@
 // Ranks as processes that decode without end, with two copies of each expert, while the test kills
-// some, lets others pause, and starts processes in the places of the dead. Every token is checked.
+// some at random moments and starts processes in their places. Every row and sum is checked.
 #pragma once
 #include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "ferry/experts.hpp"
 #include "platform/test_child.hpp"
 #include "processes.hpp"
 
@@ -19,38 +17,34 @@ namespace ferry::test {
 /// Memory that the test and all ranks share.
 struct DecodeBoard {
   static constexpr int kRanks = 4;
+  static constexpr int kLayers = 3;  ///< rounds of a step
   struct Rank {
-    std::atomic<int> ended{0};            ///< the group that it has left, or is about to
-    std::atomic<int> inside{0};           ///< the group in which it decodes
-    std::atomic<std::int64_t> round{0};   ///< of that group, the last that ended
-    std::atomic<std::int64_t> tokens{0};  ///< checked
-    std::atomic<std::int64_t> zeroed{0};  ///< parts of tokens lost with a rank, in that very round
-    std::atomic<std::int64_t> zeroed_later{0};
+    std::atomic<std::int64_t> tokens{0};  ///< checked, of committed steps
+    std::atomic<std::int64_t> zeroed{0};  ///< parts of tokens lost with a rank, of steps made anew
+    std::atomic<bool> inside{false};      ///< it has made a step
   };
-  /// What all do before the same round: the deciding rank names one that nobody has reached.
-  struct Turn {
-    std::atomic<int> decider{-1};
-    std::atomic<std::int64_t> at{0};
-  };
+  static constexpr int kEpochs = 1 << 16;
   std::array<Rank, kRanks> ranks{};
-  std::atomic<int> group{0}, port{0};  ///< the newest group, and where its ranks meet
-  std::atomic<int> pausing{-1};        ///< the rank that pauses
-  Turn pause{}, rejoin{}, leave{};
+  std::array<std::atomic<std::uint64_t>, kEpochs> views{};  ///< by who came first
+  std::atomic<std::int64_t> step{0}, last{1L << 40};        ///< committed; that ends the job
+  std::atomic<std::int64_t> epoch{1};
 };
 
 struct DecodeCounts {
-  std::int64_t rounds = 0, tokens = 0, zeroed = 0, zeroed_later = 0;
-  int kills = 0, pauses = 0, joins = 0;
+  std::int64_t rounds = 0, tokens = 0, zeroed = 0, epochs = 0;
+  int kills = 0, joins = 0;
 };
 
 class DecodeJob {
  public:
-  explicit DecodeJob(unsigned seed);
+  /// `joins`: of a group that takes processes in, which makes its exchange anew after each regroup;
+  /// otherwise the exchange goes on.
+  DecodeJob(unsigned seed, bool joins);
   DecodeJob(const DecodeJob&) = delete;
   DecodeJob& operator=(const DecodeJob&) = delete;
 
-  /// Groups one after another until so many rounds are over. In each a rank or two are killed, or
-  /// one pauses and rejoins; then processes take the places of the dead in the next group.
+  /// Until so many rounds are over: a rank dies or a process joins, again and again; without joins
+  /// at least until two ranks are left.
   DecodeCounts run(std::int64_t rounds);
   /// What was wrong; empty: nothing.
   const std::string& wrong() const { return wrong_; }
@@ -58,23 +52,18 @@ class DecodeJob {
  private:
   static constexpr int kRanks = DecodeBoard::kRanks;
 
-  DecodeBoard::Rank& at(int rank) { return board_->ranks[static_cast<std::size_t>(rank)]; }
-  template <class Ready>
-  void await(const char* what, const Ready& ready);
-  void await_rounds(std::int64_t count);
-  std::int64_t take_turn(DecodeBoard::Turn& turn);
-  bool may_lose(int rank) const;
-  void kill_one();
-  void pause_one();
-  void begin_group();
+  void kill_or_restart();
+  void check();
 
   std::shared_ptr<void> shared_ = test::shared_block(sizeof(DecodeBoard));
   DecodeBoard* board_;
   std::mt19937 random_;
-  ExpertPlacement placement_;
-  std::optional<Ranks> ranks_{};
-  std::vector<bool> gone_ = std::vector<bool>(kRanks);  // dead or pausing
+  bool joins_;
+  std::unique_ptr<Ranks> ranks_{};
+  std::vector<bool> dead_ = std::vector<bool>(kRanks);
   DecodeCounts counts_{};
+  std::int64_t seen_ = 0;  // of the committed steps
+  double seen_at_ = 0;
   std::string wrong_{};
 };
 

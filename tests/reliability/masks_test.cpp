@@ -41,15 +41,21 @@ TEST(Masks, StoppedRanksOfTwoDomainsComeBack) {
 }
 
 /// The long version is decode_trials.cpp.
-TEST(Masks, WithTwoCopiesOfEachExpertNoneIsZeroAfterTheRoundOfALoss) {
-  DecodeJob job(6);  // whose first group has two kills and a pause
-  const DecodeCounts counts = job.run(1000);
+TEST(Masks, DecodeWithTwoCopiesOfEachExpertWhileRanksDieAndJoin) {
+  DecodeJob job(6, true);
+  const DecodeCounts counts = job.run(3000);
   EXPECT_EQ(job.wrong(), "");
-  EXPECT_EQ(counts.zeroed_later, 0);
-  EXPECT_GE(counts.rounds, 1000);
+  EXPECT_GE(counts.rounds, 3000);
   EXPECT_GT(counts.kills, 1);
-  EXPECT_GT(counts.pauses, 0);
   EXPECT_GT(counts.joins, 1);
+}
+
+TEST(Masks, DecodeGoesOnInTheSameExchangeWhenRanksDie) {
+  DecodeJob job(7, false);
+  const DecodeCounts counts = job.run(300);
+  EXPECT_EQ(job.wrong(), "");
+  EXPECT_GE(counts.rounds, 300);
+  EXPECT_EQ(counts.kills, 2);
 }
 
 }  // namespace
