@@ -211,7 +211,8 @@ class LatencyExchange {
   /// does not come within the deadline, or a second one where it was held up in its last call, is
   /// Error(deadline) that names it; until a rejoin succeeds every other call of this rank is
   /// Error(evicted) then. Results that are alive may still be read, but neither received nor
-  /// combined.
+  /// combined. Group::regroup does the same for all exchanges of its group, with the ranks of the
+  /// view; ranks that were lost stay masked for good, also where another process has their place.
   void rejoin();
 
   const LatencyConfig& config() const;

@@ -315,7 +315,9 @@ class LatencyExchange:
         A rank that does not come within the deadline, or a second one where it was held up in its
         last call: `DeadlineExceededError` that names it, and `EvictedError` from every other call
         until a rejoin succeeds. Results that are alive may still be read, but neither received nor
-        combined.
+        combined. `Group.regroup` does the same for all exchanges of its group, with the ranks of
+        the view; ranks that were lost stay masked for good, also where another process has their
+        place.
         """
         self._raw.rejoin()
 
