@@ -16,18 +16,19 @@ int landing(const CrossingPlan& crossing, Crossing how, int source, int target) 
 /// Appends domain tokens, source after source.
 class Builder {
  public:
-  Builder(const ExchangePlan& plan, const CrossingPlan& crossing, Crossing how)
+  Builder(const ExchangePlan& plan, std::span<const int> inside, Crossing how)
       : plan_(plan),
-        domains_(crossing.domains),
+        inside_(inside),
         how_(how),
-        here_(domains_.of(plan.rank)),
-        first_(plan, domains_.members(here_)),
-        brought_(domains_.members(here_).size()),
-        filled_(brought_.size()) {
+        member_of_(index(plan.ranks()), -1),
+        first_(plan, inside),
+        brought_(inside.size()),
+        filled_(inside.size()) {
     std::int64_t experts = 0;
-    for (const int member : domains_.members(here_)) {
+    for (std::size_t m = 0; m < inside.size(); ++m) {
+      member_of_[index(inside[m])] = static_cast<int>(m);
       first_expert_.push_back(static_cast<std::int32_t>(experts));
-      experts += plan.placement.local_experts(member);
+      experts += plan.placement.local_experts(inside[m]);
     }
     made_.first.push_back(0);
   }
@@ -50,9 +51,9 @@ class Builder {
       if (id < -1 || id >= plan_.placement.experts) return false;
       if (id < 0) continue;
       const int target = plan_.placement.rank_of(id);
-      if (domains_.of(target) != here_) continue;
+      if (member_of(target) < 0) continue;
       if (source_ != plan_.rank && how_ == Crossing::direct && target != plan_.rank) continue;
-      members.push_back(domains_.index(target));
+      members.push_back(member_of(target));
     }
     std::sort(members.begin(), members.end());
     members.erase(std::unique(members.begin(), members.end()), members.end());
@@ -69,7 +70,7 @@ class Builder {
   /// False: not the rows that the source counted.
   bool end() {
     for (std::size_t m = 0; m < filled_.size(); ++m) {
-      const int member = domains_.members(here_)[m];
+      const int member = inside_[m];
       const bool comes =
           source_ == plan_.rank || how_ == Crossing::hierarchical || member == plan_.rank;
       if (filled_[m] != (comes ? plan_.tokens_of(source_, member) : 0)) return false;
@@ -82,6 +83,8 @@ class Builder {
   DomainTokens& made() { return made_; }
 
  private:
+  /// The rank's number inside the domain, or −1.
+  int member_of(int rank) const { return member_of_[index(rank)]; }
   /// `only`: the experts of this member alone, or −1.
   void append(std::int32_t from, std::int32_t name, std::span<const std::int32_t> ids, int only) {
     made_.from.push_back(from);
@@ -90,8 +93,8 @@ class Builder {
       std::int32_t inside = -1;
       if (id >= 0) {
         const int target = plan_.placement.rank_of(id);
-        const int member = domains_.index(target);
-        if (domains_.of(target) == here_ && (only < 0 || only == member)) {
+        const int member = member_of(target);
+        if (member >= 0 && (only < 0 || only == member)) {
           inside = first_expert_[index(member)] +
                    static_cast<std::int32_t>(id - plan_.placement.first_expert(target));
         }
@@ -101,9 +104,9 @@ class Builder {
   }
 
   const ExchangePlan& plan_;
-  const Domains& domains_;
+  std::span<const int> inside_;
   Crossing how_;
-  int here_;
+  std::vector<int> member_of_;  // [R]
   FirstRows first_;
   std::vector<std::int64_t> brought_;  // to each member, by the sources so far
   std::vector<std::int64_t> filled_;   // by this one
@@ -212,8 +215,9 @@ CrossingLists make_crossing_lists(const ExchangePlan& plan, const CrossingPlan& 
 }
 
 DomainTokens make_domain_tokens(const ExchangePlan& plan, const CrossingPlan& crossing,
-                                const CrossingLists& lists, std::span<const CrossedRoutes> routes) {
-  Builder builder(plan, crossing, lists.how);
+                                std::span<const int> inside, const CrossingLists& lists,
+                                std::span<const CrossedRoutes> routes) {
+  Builder builder(plan, inside, lists.how);
   const auto topk = index(plan.own.topk);
   const auto failed = [](int offender) {
     DomainTokens none;

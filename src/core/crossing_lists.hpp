@@ -68,8 +68,10 @@ struct DomainTokens {
   std::int64_t count() const { return static_cast<std::int64_t>(from.size()); }
   std::int64_t own() const { return first[1]; }
 };
-/// `routes`: of each block of `lists.in`.
+/// `inside`: the ranks of this rank's domain, as the exchange inside numbers them: ascending, ranks
+/// that are lost included. `routes`: of each block of `lists.in`.
 DomainTokens make_domain_tokens(const ExchangePlan& plan, const CrossingPlan& crossing,
-                                const CrossingLists& lists, std::span<const CrossedRoutes> routes);
+                                std::span<const int> inside, const CrossingLists& lists,
+                                std::span<const CrossedRoutes> routes);
 
 }  // namespace ferry

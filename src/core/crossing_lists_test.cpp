@@ -25,7 +25,9 @@ struct Crossed {
 Crossed cross(const World& world, Crossing how) {
   Crossed all;
   for (int r = 0; r < world.placement.ranks; ++r) {
-    all.lists.push_back(make_crossing_lists(world.plans[index(r)], world.crossings[index(r)], how));
+    all.lists.push_back(
+        world.has(r) ? make_crossing_lists(world.plans[index(r)], world.crossings[index(r)], how)
+                     : CrossingLists{});
   }
   for (int r = 0; r < world.placement.ranks; ++r) {
     std::vector<std::vector<std::int32_t>> names, ids;
@@ -44,10 +46,14 @@ Crossed cross(const World& world, Crossing how) {
     }
     std::vector<CrossedRoutes> routes;
     for (std::size_t i = 0; i < names.size(); ++i) routes.push_back({names[i], ids[i]});
-    all.tokens.push_back(make_domain_tokens(world.plans[index(r)], world.crossings[index(r)],
-                                            all.lists[index(r)], routes));
+    all.owners.emplace_back();
+    all.tokens.emplace_back();
+    if (!world.has(r)) continue;
+    all.tokens.back() =
+        make_domain_tokens(world.plans[index(r)], world.crossings[index(r)],
+                           world.seats.members(world.seats.of(r)), all.lists[index(r)], routes);
     const DomainTokens& made = all.tokens.back();
-    all.owners.emplace_back(index(made.count()));
+    all.owners.back().resize(index(made.count()));
     for (std::size_t s = 0; s + 1 < made.first.size(); ++s) {
       std::fill(all.owners.back().begin() + made.first[s],
                 all.owners.back().begin() + made.first[s + 1], made.sources[s]);
@@ -68,8 +74,8 @@ std::set<int> members_of(const DomainTokens& made, std::int64_t v, int topk,
 }
 
 Placement inside_of(const World& world, int domain) {
-  Placement inside{0, static_cast<int>(world.domains.members(domain).size())};
-  for (const int member : world.domains.members(domain)) {
+  Placement inside{0, static_cast<int>(world.seats.members(domain).size())};
+  for (const int member : world.seats.members(domain)) {
     inside.experts += world.placement.local_experts(member);
   }
   return inside;
@@ -78,16 +84,17 @@ Placement inside_of(const World& world, int domain) {
 TEST(CrossingLists, RowsLandInTheOrderOfTheWholeGroup) {
   std::mt19937 random(kListsSeed);
   for (int round = 0; round < 300; ++round) {
-    const World world = any_world(random);
+    const World world = any_world(random, round % 2 == 1);
     for (const Crossing how : {Crossing::direct, Crossing::hierarchical}) {
       const Crossed all = cross(world, how);
       // At each rank: which token lies in each row.
       std::map<int, std::map<std::int64_t, std::pair<int, std::int32_t>>> landed;
       for (int r = 0; r < world.placement.ranks; ++r) {
+        if (!world.has(r)) continue;
         const DomainTokens& made = all.tokens[index(r)];
         ASSERT_EQ(made.offender, -1);
-        const int domain = world.domains.of(r);
-        const auto& members = world.domains.members(domain);
+        const int domain = world.seats.of(r);
+        const auto& members = world.seats.members(domain);
         const Placement inside = inside_of(world, domain);
         std::vector<std::int64_t> ordinal(members.size());
         for (std::int64_t v = 0; v < made.count(); ++v) {
@@ -124,10 +131,11 @@ TEST(CrossingLists, RowsLandInTheOrderOfTheWholeGroup) {
 TEST(CrossingLists, OwnTokensComeFirstThenTheStagingBufferAsItLies) {
   std::mt19937 random(kListsSeed + 2);
   for (int round = 0; round < 100; ++round) {
-    const World world = any_world(random);
+    const World world = any_world(random, round % 2 == 1);
     for (const Crossing how : {Crossing::direct, Crossing::hierarchical}) {
       const Crossed all = cross(world, how);
       for (int r = 0; r < world.placement.ranks; ++r) {
+        if (!world.has(r)) continue;
         const DomainTokens& made = all.tokens[index(r)];
         EXPECT_EQ(made.sources.front(), r);
         EXPECT_EQ(made.count() - made.own(), all.lists[index(r)].in_rows());
@@ -179,10 +187,11 @@ TEST(CrossingLists, WithAPortionCameAllOfTheTokensBeforeItsEnd) {
 TEST(CrossingLists, SumsComeTogetherInOrder) {
   std::mt19937 random(kListsSeed + 1);
   for (int round = 0; round < 300; ++round) {
-    const World world = any_world(random);
+    const World world = any_world(random, round % 2 == 1);
     for (const Crossing how : {Crossing::direct, Crossing::hierarchical}) {
       const Crossed all = cross(world, how);
       for (int r = 0; r < world.placement.ranks; ++r) {
+        if (!world.has(r)) continue;
         const DomainTokens& made = all.tokens[index(r)];
         const CrossingLists& lists = all.lists[index(r)];
         const auto tokens = static_cast<std::int64_t>(world.routes[index(r)].size()) / world.topk;
@@ -198,9 +207,9 @@ TEST(CrossingLists, SumsComeTogetherInOrder) {
             if (part >= 0) {
               ASSERT_EQ(made.from[index(part)], t);
               const auto members =
-                  members_of(made, part, world.topk, inside_of(world, world.domains.of(r)));
+                  members_of(made, part, world.topk, inside_of(world, world.seats.of(r)));
               ASSERT_FALSE(members.empty());
-              const int rank = world.domains.members(world.domains.of(r))[index(*members.begin())];
+              const int rank = world.seats.members(world.seats.of(r))[index(*members.begin())];
               got.push_back(how == Crossing::direct ? rank : world.domains.of(rank));
               continue;
             }
@@ -231,7 +240,8 @@ TEST(CrossingLists, OtherRoutesThanWereCountedAreSeen) {
     const std::int32_t token = 0;
     for (const std::int32_t id : {0, 1, -1, 2, -2}) {
       const CrossedRoutes routes{{&token, 1}, {&id, 1}};
-      const DomainTokens made = make_domain_tokens(plan, crossing, lists, {&routes, 1});
+      const DomainTokens made =
+          make_domain_tokens(plan, crossing, domains.members(0), lists, {&routes, 1});
       EXPECT_EQ(made.offender, id == 0 ? -1 : 1) << id;
     }
   }

@@ -15,13 +15,18 @@ namespace ferry::test {
 /// The routes of all ranks, and what each of them makes of the counts.
 struct World {
   Placement placement{};
-  Domains domains = Domains::blocks(1, 0);
+  Domains domains = Domains::blocks(1, 0);  ///< of the ranks that are left
+  Domains seats = domains;                  ///< of all
+  std::vector<int> left{};                  ///< ascending; empty: all
   int topk = 1;
   std::vector<std::vector<std::int32_t>> routes{};
   std::vector<std::int32_t> domain_tokens{};
   std::vector<ExchangePlan> plans{};
   std::vector<CrossingPlan> crossings{};
 
+  bool has(int rank) const {
+    return left.empty() || std::binary_search(left.begin(), left.end(), rank);
+  }
   std::int64_t tokens(int rank) const {
     return static_cast<std::int64_t>(routes[index(rank)].size()) / topk;
   }
@@ -77,7 +82,8 @@ struct World {
     }
     for (int r = 0; r < placement.ranks; ++r) {
       plans.push_back(make_plan(own[index(r)], counts, placement, r));
-      crossings.push_back(make_crossing_plan(plans.back(), domains, domain_tokens));
+      crossings.push_back(has(r) ? make_crossing_plan(plans.back(), domains, domain_tokens)
+                                 : CrossingPlan{});
     }
   }
 };
@@ -86,15 +92,16 @@ struct World {
 inline World small_world() {
   World world;
   world.placement = {4, 4};
-  world.domains = Domains::blocks(4, 2);
+  world.domains = world.seats = Domains::blocks(4, 2);
   world.topk = 2;
   world.routes = {{2, 3, 3, -1}, {}, {}, {}};
   world.make_plans();
   return world;
 }
 
-/// Random ranks, domains and routes, some ranks without tokens.
-inline World any_world(std::mt19937& random) {
+/// Random ranks, domains and routes, some ranks without tokens. `losses`: some ranks are lost, of
+/// some domains all.
+inline World any_world(std::mt19937& random, bool losses = false) {
   const auto below = [&random](unsigned count) { return static_cast<int>(random() % count); };
   World world;
   world.placement.ranks = 1 + below(9);
@@ -102,12 +109,21 @@ inline World any_world(std::mt19937& random) {
   world.topk = below(20) == 0 ? 64 : 1 + below(10);
   std::vector<int> labels;
   for (int r = 0; r < world.placement.ranks; ++r) labels.push_back(below(4));
-  world.domains = Domains(labels);
+  world.domains = world.seats = Domains(labels);
+  if (losses) {
+    for (int r = 0; r < world.placement.ranks; ++r) {
+      if (below(3) > 0 && (labels[index(r)] > 0 || below(2) > 0)) world.left.push_back(r);
+    }
+    if (world.left.empty()) world.left.push_back(below(unsigned(world.placement.ranks)));
+    world.domains = world.seats.among(world.left);
+  }
   for (int r = 0; r < world.placement.ranks; ++r) {
     std::vector<std::int32_t> routes;
-    for (int i = below(3) == 0 ? 0 : below(20) * world.topk; i > 0; --i) {
+    for (int i = below(3) == 0 || !world.has(r) ? 0 : below(20) * world.topk; i > 0; --i) {
       const auto experts = static_cast<unsigned>(world.placement.experts);
-      routes.push_back(below(5) == 0 ? -1 : static_cast<std::int32_t>(below(experts)));
+      const auto id = static_cast<std::int32_t>(below(experts));
+      const bool unused = below(5) == 0 || !world.has(world.placement.rank_of(id));
+      routes.push_back(unused ? -1 : id);
     }
     world.routes.push_back(routes);
   }

@@ -296,7 +296,9 @@ CrossingTables& DomainEngine::tables(DomainCall& call, const std::shared_ptr<Dom
         step->lists = make_crossing_lists(plan->exchange, plan->crossing, how);
         std::vector<std::int32_t> come;
         const auto routes = swap_routes(*plan, step->lists, come);
-        step->tokens = make_domain_tokens(plan->exchange, plan->crossing, step->lists, routes);
+        step->tokens =
+            make_domain_tokens(plan->exchange, plan->crossing,
+                               parts_.domains.members(domain_of(rank())), step->lists, routes);
         if (step->tokens.offender >= 0) {
           channel_.throw_violation("dispatch: routes", step->tokens.offender,
                                    "sent other routes than it had counted");
