@@ -1,6 +1,8 @@
 // The proxy without a GPU: threads make the commands and wait for the words that streams wait for.
 #include "engine/proxy.hpp"
 
+#include <algorithm>
+#include <barrier>
 #include <cstring>
 #include <memory>
 
@@ -240,6 +242,43 @@ TEST(Proxy, ARankThatDoesNotComeIsNamedAndWaitsAreLetGo) {
     const auto later = seat.call(1);  // ends at once
     while (!later->ended.load()) std::this_thread::sleep_for(1ms);
     EXPECT_FALSE(later->crossed.load());
+  });
+}
+
+TEST(Proxy, GoesOnInTheNextEpoch) {
+  std::barrier together(2);
+  with_seats(2, 20s, [&](Seat& seat) {
+    std::shared_ptr<CrossingCall> lost;
+    if (seat.rank() == 0) {
+      lost = seat.call(2);
+      seat.produce(*lost, 2);
+    }
+    seat.channel->stop();
+    seat.proxy->pause();
+    ASSERT_TRUE(seat.await_arrival(1000));  // let go
+    const auto refused = seat.call(1);
+    for (const auto& call : {lost, refused}) {
+      if (!call) continue;
+      EXPECT_TRUE(call->ended.load());
+      EXPECT_FALSE(call->crossed.load());
+    }
+    together.arrive_and_wait();
+    seat.channel->begin_epoch({.number = 2, .first = 100, .ranks = {0, 1}});
+    std::fill(seat.slots.begin(), seat.slots.end(), CommandSlot{});
+    seat.commands = seat.arrivals = 0;
+    seat.proxy->resume();
+    for (int round = 0; round < 3; ++round) {
+      const auto call = seat.call(2);
+      EXPECT_FALSE(seat.await_arrival(call->number, 1ms));
+      seat.produce(*call, 2);
+      ASSERT_TRUE(seat.await_arrival(call->number));
+      EXPECT_TRUE(call->crossed.load());
+      EXPECT_EQ(seat.staging.data[0], static_cast<std::byte>(call->number * 16));
+      seat.proxy->run([&] { seat.channel->swap("barrier", {}); }, {});
+    }
+    seat.proxy->stop();
+    seat.proxy->resume();  // it was stopped for good
+    expect_error(ErrorKind::destroyed, {"destroyed"}, [&] { seat.proxy->run([] {}, {}); });
   });
 }
 

@@ -121,10 +121,35 @@ Proxy::~Proxy() {
 void Proxy::stop() {
   {
     std::scoped_lock lock(mutex_);
+    stopped_ = true;
+  }
+  pause();
+}
+
+void Proxy::pause() {
+  {
+    std::scoped_lock lock(mutex_);
     stopping_.store(true, std::memory_order_release);
   }
   changed_.notify_all();
-  if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
+  std::scoped_lock lock(thread_mutex_);
+  if (thread_.joinable()) thread_.join();
+}
+
+void Proxy::resume() {
+  std::scoped_lock lock(thread_mutex_, mutex_);
+  if (stopped_) return;
+  {
+    std::scoped_lock words(words_mutex_);
+    for (std::uint64_t* word : {words_.arrived, words_.taken}) {
+      protocol::Flag{word}.store(0, protocol::order::relaxed);  // before what is launched next
+    }
+    gone_ = false;
+  }
+  failed_ = false;
+  stopping_.store(false, std::memory_order_release);
+  thread_ = std::thread([this] { serve(); });
+  name_thread(thread_, "ferry-proxy");
 }
 
 void Proxy::serve() {

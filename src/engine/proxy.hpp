@@ -92,7 +92,13 @@ class Proxy {
   void run(std::function<void()> step, const OnWait& on_wait);
   /// Lets go of every wait, now and later: the group has failed. Any thread.
   void let_go();
-  /// Ends the thread. Streams that still wait are let go.
+  /// Ends the thread, until `resume`: a call that it carries when the group has failed ends soon.
+  /// All waits are let go. Not from the thread itself.
+  void pause();
+  /// Begins anew, with words and numbers from 0, unless it was stopped. Nothing waits for the words
+  /// and no kernel makes commands, and the ring is zeroed.
+  void resume();
+  /// Ends the thread for good. Streams that still wait are let go.
   void stop();
 
  private:
@@ -118,9 +124,11 @@ class Proxy {
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
   std::atomic<bool> stopping_{false};
-  bool failed_ = false;  // of the proxy's thread
+  bool stopped_ = false;  // for good
+  bool failed_ = false;   // of the proxy's thread
   std::mutex words_mutex_;
   bool gone_ = false;  // all waits were let go
+  std::mutex thread_mutex_;
   std::thread thread_;
 };
 
