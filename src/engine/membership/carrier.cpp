@@ -1,6 +1,5 @@
 #include "engine/membership/carrier.hpp"
 
-#include <atomic>
 #include <cstring>
 #include <type_traits>
 #include <utility>
@@ -137,12 +136,9 @@ bool Carrier::sound(int peer, const Text& text) const {
 void Carrier::take(Seat& seat, const Text& text, std::span<const std::byte> card) {
   const Said& said = text.said;
   switch (text.kind) {
-    case Kind::evicted: {
-      auto* word = reinterpret_cast<std::uint64_t*>(control_ + layout_.evicted);
-      // Release: as a rank of this domain would write it.
-      std::atomic_ref(*word).store(said.epoch, std::memory_order_release);
+    case Kind::evicted:  // as a rank of this domain would write it
+      engine::evict(control_, layout_, said.epoch);
       return;
-    }
     case Kind::waits: {
       auto& waiting = card.empty() ? seat.asks : seat.waiting;
       waiting = {text.about, said, {card.begin(), card.end()}};

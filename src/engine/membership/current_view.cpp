@@ -7,6 +7,7 @@
 
 #include "base/log.hpp"
 #include "base/text.hpp"
+#include "core/check.hpp"
 
 namespace ferry::engine {
 
@@ -56,6 +57,24 @@ void CurrentView::commit(std::uint64_t step) {
   std::scoped_lock lock(mutex_);
   step_.store(step, std::memory_order_relaxed);
   view_.joined.clear();
+}
+
+void CurrentView::check_alive(std::span<const std::int32_t> routes, std::int64_t topk,
+                              const Placement& placement) const {
+  if (epoch() == 1) return;
+  const GroupView now = get();
+  if (now.ranks.size() == static_cast<std::size_t>(size_)) return;
+  for (std::size_t i = 0; i < routes.size(); ++i) {
+    if (routes[i] < 0) continue;
+    const int seat = placement.rank_of(routes[i]);
+    if (std::binary_search(now.ranks.begin(), now.ranks.end(), seat)) continue;
+    const auto slot = static_cast<std::int64_t>(i);
+    refuse("plan",
+           "topk_idx[" + std::to_string(slot / topk) + ", " + std::to_string(slot % topk) + "]",
+           "expert " + std::to_string(routes[i]) + " of rank " + std::to_string(seat) +
+               ", which is not in epoch " + std::to_string(now.epoch) + " of the group",
+           "experts of " + spell_ranks(now.ranks) + ", or -1");
+  }
 }
 
 void CurrentView::check_whole(const char* call) const {

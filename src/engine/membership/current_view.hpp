@@ -4,8 +4,10 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <vector>
 
+#include "core/placement.hpp"
 #include "engine/channel.hpp"
 #include "ferry/error.hpp"
 #include "ferry/group.hpp"
@@ -29,6 +31,9 @@ class CurrentView {
   std::optional<Error> refusal_of(std::uint64_t step) const;
   void commit(std::uint64_t step);
 
+  /// Refuses routes to experts of ranks that were lost. `routes`: [T, topk].
+  void check_alive(std::span<const std::int32_t> routes, std::int64_t topk,
+                   const Placement& placement) const;
   /// Throws Error(unsupported) when ranks were lost.
   void check_whole(const char* call) const;
 

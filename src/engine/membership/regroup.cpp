@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <bit>
 #include <string>
 #include <utility>
@@ -35,6 +34,18 @@ bool Regroup::possible(const Memory& memory, bool carrier) {
     if (fabric.pointer(peer, Channel::kControl) == nullptr) return false;
   }
   return true;
+}
+
+void Regroup::check_possible(const char* call, const Memory& memory, bool carrier, int domains) {
+  if (possible(memory, carrier)) return;
+  const fabric::Fabric& fabric = *memory.fabric;
+  throw Error(ErrorKind::unsupported,
+              std::string(call) + ": at most " + std::to_string(Traits::kSeats) +
+                  " ranks in one domain, or in several that libfabric joins (network ofi), can; "
+                  "this group has " +
+                  std::to_string(fabric.size()) + " in " + std::to_string(domains) + " over " +
+                  std::string(fabric.name()) + "; make a new group",
+              {fabric.rank(), -1, call, 0, 0, 0});
 }
 
 Regroup::Regroup(std::shared_ptr<Memory> memory, std::shared_ptr<Carrier> carrier, Channel& channel,
@@ -271,9 +282,7 @@ Epoch Regroup::go_on() {
       memory_->fabric->exclude(peer);
       continue;
     }
-    auto* word = reinterpret_cast<std::uint64_t*>(control(peer) + layout_.evicted);
-    // Release, and before this rank changes any memory: who reads it later reads this, too.
-    std::atomic_ref(*word).store(epoch.number, std::memory_order_release);
+    evict(control(peer), layout_, epoch.number);
   }
   if (channel_.joined_at(channel_.rank()) == Channel::kJoining) channel_.say_joined(view.step + 1);
   // `one_waits` reads anew, and if some waited before this epoch, looks for those it has no seat

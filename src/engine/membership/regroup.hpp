@@ -27,6 +27,8 @@ class Regroup {
 
   /// Whether all ranks of the group can hear each other's statements, and are not too many.
   static bool possible(const Memory& memory, bool carrier);
+  /// Throws Error(unsupported) of this call if not; `domains`: for its words.
+  static void check_possible(const char* call, const Memory& memory, bool carrier, int domains);
 
   /// `ticket`: of a process that joins; 0: the group was made with it.
   /// `carrier`: of a group of several domains, otherwise null.

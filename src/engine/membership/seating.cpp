@@ -10,6 +10,12 @@
 
 namespace ferry::engine {
 
+void evict(std::byte* control, const ControlLayout& layout, protocol::Epoch epoch) {
+  auto* word = reinterpret_cast<std::uint64_t*>(control + layout.evicted);
+  // Release, and before this rank changes any memory: who reads it later reads this, too.
+  std::atomic_ref(*word).store(epoch, std::memory_order_release);
+}
+
 void ring(std::byte* control, const ControlLayout& layout) {
   const protocol::Flag bell = bell_of(control, layout);
   // Release: who finds the bell rung finds what was said.

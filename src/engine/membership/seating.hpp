@@ -35,6 +35,8 @@ inline protocol::Flag knocks_of(std::byte* control, const ControlLayout& layout)
   return protocol::Flag{
       reinterpret_cast<std::uint64_t*>(control + layout.bell + protocol::kFlagBytes)};
 }
+/// Tells the rank whose control segment this is that others went on without it, in this epoch.
+void evict(std::byte* control, const ControlLayout& layout, protocol::Epoch epoch);
 /// Wakes the rank whose control segment this is: there is something new to read.
 void ring(std::byte* control, const ControlLayout& layout);
 /// The number of the statement that was read; 0: none yet.

@@ -8,7 +8,6 @@
 #include <new>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <utility>
 
 #include "base/log.hpp"
@@ -140,7 +139,7 @@ Plan HostEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
 Plan HostEngine::enter_plan(const ConstTensorView& topk_idx, const PlanOptions& options,
                             Call* inside) {
   std::vector<std::int32_t> routes = checked_routes("plan", topk_idx, config_.experts);
-  check_alive(routes, topk_idx.shape[1]);
+  now_.check_alive(routes, topk_idx.shape[1], placement_);
   auto state = std::make_shared<PlanState>();
   state->engine = weak_from_this();
   state->epoch = static_cast<std::uint32_t>(epoch());
@@ -258,14 +257,7 @@ void HostEngine::join(std::uint64_t ticket) {
 }
 
 void HostEngine::check_can_regroup(const char* call) const {
-  if (engine::Regroup::possible(*memory_, carrier_ != nullptr)) return;
-  throw Error(ErrorKind::unsupported,
-              std::string(call) + ": at most " + std::to_string(engine::Regroup::Traits::kSeats) +
-                  " ranks in one domain, or in several that libfabric joins (network ofi), can; "
-                  "this group has " +
-                  std::to_string(size()) + " in " + std::to_string(domains_.count()) + " over " +
-                  fabric_name() + "; make a new group",
-              {rank(), -1, call, 0, 0, 0});
+  engine::Regroup::check_possible(call, *memory_, carrier_ != nullptr, domains_.count());
 }
 
 GroupView HostEngine::regroup() {
@@ -281,23 +273,6 @@ GroupView HostEngine::regroup() {
       },
       nullptr, {}, Asks::existence);
   return group_view();
-}
-
-void HostEngine::check_alive(std::span<const std::int32_t> routes, std::int64_t topk) const {
-  if (epoch() == 1) return;
-  const GroupView now = group_view();
-  if (now.ranks.size() == static_cast<std::size_t>(size())) return;
-  for (std::size_t i = 0; i < routes.size(); ++i) {
-    if (routes[i] < 0) continue;
-    const int seat = placement_.rank_of(routes[i]);
-    if (std::binary_search(now.ranks.begin(), now.ranks.end(), seat)) continue;
-    const auto slot = static_cast<std::int64_t>(i);
-    refuse("plan",
-           "topk_idx[" + std::to_string(slot / topk) + ", " + std::to_string(slot % topk) + "]",
-           "expert " + std::to_string(routes[i]) + " of rank " + std::to_string(seat) +
-               ", which is not in epoch " + std::to_string(now.epoch) + " of the group",
-           "experts of " + spell_ranks(now.ranks) + ", or -1");
-  }
 }
 
 MemoryStats HostEngine::memory() const {

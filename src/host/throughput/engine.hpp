@@ -210,8 +210,6 @@ class HostEngine final : public Engine,
   void check_can_regroup(const char* call) const;
   void go_on(const engine::Epoch& next);
   std::vector<std::shared_ptr<OutlivesEpoch>> outliving();
-  /// Refuses routes to experts of ranks that were lost. `routes`: [T, topk].
-  void check_alive(std::span<const std::int32_t> routes, std::int64_t topk) const;
   void run_work(const char* call, const std::function<void()>& work, Asks asks);
   /// Throws when the group is destroyed or, if asked, dead.
   void check_group(const char* call, Asks asks) const;
