@@ -1,13 +1,11 @@
 // Creation of a host engine: the only time at which the bootstrap is used.
 #include <algorithm>
-#include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "core/layout.hpp"
 #include "engine/create.hpp"
-#include "engine/membership/aside.hpp"
+#include "engine/membership/arbiter_creation.hpp"
 #include "fabric/lobby.hpp"
 #include "host/throughput/engine.hpp"
 
@@ -28,70 +26,6 @@ std::size_t arena_bytes(const GroupConfig& config) {
 
 }  // namespace
 
-std::shared_ptr<const engine::ArbiterFile> arbiter_of(const GroupConfig& config,
-                                                      const Domains& domains,
-                                                      const fabric::Fabric& fabric) {
-  if (config.arbiter.empty()) return nullptr;
-  const int rank = fabric.rank(), size = fabric.size();
-  if (domains.count() == 1 || !fabric.carries_texts() || size > engine::SeatTraits::kSeats) {
-    throw Error(ErrorKind::unsupported,
-                "Group: arbiter: got " + std::to_string(size) + " ranks in " +
-                    std::to_string(domains.count()) + " domains over " +
-                    std::string(fabric.name()) + "; expected at most " +
-                    std::to_string(engine::SeatTraits::kSeats) +
-                    " in several domains that libfabric joins (network ofi)",
-                {rank, -1, "Group: arbiter", 0, 0, 0});
-  }
-  return std::make_shared<engine::ArbiterFile>(config.arbiter, fabric.job(), rank, size);
-}
-
-namespace {
-
-std::string late_arbiter(int rank) {
-  return "rank " + std::to_string(rank) +
-         ": Group: arbiter: the directory did not answer within the deadline; is the server of its "
-         "file system there?";
-}
-
-/// At creation rank 0 makes the arbiter's file and has it locked until all have seen that.
-class ArbiterCreation {
- public:
-  ArbiterCreation(const GroupConfig& config, const Domains& domains, const fabric::Fabric& fabric)
-      : file_(arbiter_of(config, domains, fabric)),
-        rank_(fabric.rank()),
-        deadline_(config.deadline) {}
-  ~ArbiterCreation() {
-    if (!held_) return;
-    keep();
-    try {
-      file_->leave(engine::Member::Seats::of(rank_));  // the last one: removes it
-    } catch (const Error&) {                           // it stays
-    }
-  }
-  ArbiterCreation(const ArbiterCreation&) = delete;
-  ArbiterCreation& operator=(const ArbiterCreation&) = delete;
-
-  void create() {
-    if (!file_ || rank_ != 0) return;
-    held_ = engine::at_most_for<LockedFile>(deadline_, late_arbiter(rank_),
-                                            [file = file_] { return file->create(); });
-  }
-  void check() const {
-    if (!file_ || rank_ == 0) return;
-    engine::at_most_for<void>(deadline_, late_arbiter(rank_),
-                              [file = file_] { file->check_locked(); });
-  }
-  void keep() { held_.reset(); }
-
- private:
-  std::shared_ptr<const engine::ArbiterFile> file_;
-  int rank_;
-  std::chrono::nanoseconds deadline_;
-  std::optional<LockedFile> held_{};
-};
-
-}  // namespace
-
 MemoryStats host_memory_hint(const GroupConfig& config, int ranks) {
   return {control_bytes(config, Domains::blocks(ranks, config.domain_size), 0), arena_bytes(config),
           0, 0};
@@ -104,7 +38,7 @@ std::shared_ptr<HostEngine> make_host_engine(Bootstrap& bootstrap, const GroupCo
   auto memory = std::make_shared<Memory>(std::move(fabric));
   fabric::Fabric& wire = *memory->fabric;
   fabric::Segment control, arena;
-  ArbiterCreation arbiter(config, domains, wire);
+  engine::ArbiterCreation arbiter(config, domains, wire);
   const auto cards = engine::together(bootstrap, config, "Group: memory", [&] {
     arbiter.create();
     clear_doors(config, wire);
@@ -157,10 +91,7 @@ std::shared_ptr<HostEngine> begin_host_engine(const GroupConfig& config, const D
 std::shared_ptr<HostEngine> join_host_engine(const GroupConfig& config, const Domains& domains,
                                              std::unique_ptr<fabric::Fabric> fabric,
                                              std::uint64_t ticket) {
-  if (const auto arbiter = arbiter_of(config, domains, *fabric)) {
-    engine::at_most_for<void>(config.deadline, late_arbiter(fabric->rank()),
-                              [arbiter] { arbiter->check_there(); });
-  }
+  engine::check_arbiter(config, domains, *fabric);
   auto engine = make_alone(config, domains, std::move(fabric));
   engine->join(ticket);
   return engine;

@@ -16,7 +16,7 @@
 #include "core/check.hpp"
 #include "engine/counts.hpp"
 #include "engine/gather.hpp"
-#include "engine/membership/aside.hpp"
+#include "engine/membership/arbiter_creation.hpp"
 #include "fabric/lobby.hpp"
 
 namespace ferry::host {
@@ -60,7 +60,7 @@ HostEngine::HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config
       carrier_(engine::Carrier::make(*memory_->fabric, domains, control.data, control_layout())),
       doors_(shared_doors_of(config_, *memory_->fabric)),
       now_(memory_->fabric->rank(), memory_->fabric->size()) {
-  arbiter_ = arbiter_of(config_, domains, *memory_->fabric);
+  arbiter_ = engine::arbiter_of(config_, domains, *memory_->fabric);
 }
 
 HostEngine::~HostEngine() {
@@ -70,24 +70,12 @@ HostEngine::~HostEngine() {
 void HostEngine::destroy() {
   if (channel_.leave() && carrier_) {
     carrier_->leave();
-    leave_arbiter();
+    const GroupView view = group_view();
+    engine::leave_arbiter(arbiter_, view, [doors = doors_, lost = view.lost] {
+      if (doors) doors->leave(lost);
+    });
   }
   if (auto* lobby = memory_->fabric->lobby()) lobby->close();
-}
-
-void HostEngine::leave_arbiter() noexcept {
-  if (!arbiter_) return;
-  try {
-    const GroupView view = group_view();
-    engine::Member::Seats seats;
-    for (const int rank : view.ranks) seats.add(rank);
-    engine::at_most_for<void>(std::chrono::seconds(1), "",
-                              [file = arbiter_, doors = doors_, seats, lost = view.lost] {
-                                if (doors) doors->leave(lost);
-                                file->leave(seats);
-                              });
-  } catch (const std::exception&) {  // the file stays
-  }
 }
 
 Tensor HostEngine::empty(const Extents& shape, Dtype dtype) {
@@ -196,12 +184,8 @@ ControlLayout HostEngine::control_layout() const {
 
 engine::Regroup& HostEngine::membership(std::uint64_t ticket) {
   if (!regroup_) {
-    std::optional<engine::Arbiter> arbiter;
-    if (arbiter_) {
-      arbiter.emplace([file = arbiter_](const auto& asked) { return file->decide(asked); });
-    }
     regroup_ = std::make_unique<engine::Regroup>(memory_, carrier_, channel_, config_,
-                                                 control_layout(), std::move(arbiter), ticket);
+                                                 control_layout(), engine::asked(arbiter_), ticket);
     if (ticket != 0) regroup_->look_at(shared_cards(doors_));
   }
   return *regroup_;

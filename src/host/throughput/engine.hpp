@@ -203,7 +203,6 @@ class HostEngine final : public Engine,
   std::atomic<std::uint64_t>& exchange_ns() { return exchange_ns_; }
 
  private:
-  void leave_arbiter() noexcept;
   class Turn;
   ControlLayout control_layout() const;
   engine::Regroup& membership(std::uint64_t ticket = 0);
@@ -253,11 +252,6 @@ Received plan_and_dispatch(HostEngine& engine, const ConstTensorView& x,
                            const ConstTensorView& topk_idx, const DispatchOptions& options);
 Combined combine(HostEngine& engine, const ConstTensorView& rows, const Plan& plan,
                  const CombineOptions& options);
-
-/// create.cpp. Null: the group has none. Throws Error(unsupported) where there can be none.
-std::shared_ptr<const engine::ArbiterFile> arbiter_of(const GroupConfig& config,
-                                                      const Domains& domains,
-                                                      const fabric::Fabric& fabric);
 
 // doors.cpp: of elastic groups of several domains; otherwise they do nothing.
 
