@@ -90,7 +90,7 @@ struct GroupConfig {
   /// Not empty: a directory that all hosts share (NFS), where a file decides which half of the
   /// ranks goes on when they are cut off from each other (`Group::regroup`). Empty: both halves
   /// stop. With `elastic` it is also where processes find the group on whose host no rank is left.
-  /// Needs the host backend and several domains that libfabric joins.
+  /// Needs several domains that libfabric joins.
   std::string arbiter{};
   /// Try other settings while calls run, and keep what is faster (`Group::tuning`). Bits do not
   /// change. Not given: FERRY_TUNING says, and without it no.
@@ -319,8 +319,8 @@ class Group {
   /// deadline. Throws Error(evicted) on a rank that the others went on without, and
   /// Error(deadline) when ranks are missing that may still run and the others are no majority; the
   /// group then stays failed. Throws Error(unsupported) unless the ranks, at most 256, share memory
-  /// (fabric local or shm, one domain; on GPUs the group must have had no latency exchange), or the
-  /// backend is host and libfabric joins their domains.
+  /// (fabric local or shm, one domain) or libfabric joins their domains. On GPUs, and in several
+  /// domains, the group must have had no latency exchange.
   /// Takes in processes that wait for places of lost ranks (GroupConfig::elastic).
   GroupView regroup();
   /// Collective. Returns when every rank has called it with this step, so that each has what it

@@ -114,7 +114,7 @@ class Group:
         arbiter: a directory that all hosts share (NFS 4): when the network is split and half of the
             ranks are left on each side, a file there decides which half `regroup` lets go on. "":
             both halves stop. With `elastic` it is also where processes find the group on whose host
-            no rank is left. Needs backend "host" and several domains that libfabric joins.
+            no rank is left. Needs several domains that libfabric joins.
         tuning: True: try other settings while calls run, and keep what is faster (`tuning`); bits
             do not change. A file of `ferry plan --tuning` or `ferry bench --tune`: the same,
             beginning there. None: the environment variable FERRY_TUNING says ("on", "off" or a
@@ -516,9 +516,9 @@ class Group:
         Waits for each rank that may still come, at most one deadline. Raises `EvictedError` on a
         rank that the others went on without, and `DeadlineExceededError` when ranks are missing
         that may still run and the others are no majority; the group then stays failed. Raises
-        `UnsupportedError` unless the ranks, at most 256, share memory (one domain; on GPUs the
-        group must have had no latency exchange), or the backend is host and libfabric joins their
-        domains. On GPUs it waits until the group's kernels have ended; graphs stay valid.
+        `UnsupportedError` unless the ranks, at most 256, share memory (one domain) or libfabric
+        joins their domains; on GPUs, and in several domains, the group must have had no latency
+        exchange. On GPUs it waits until the group's kernels have ended; graphs stay valid.
         """
         return self._raw.regroup()
 

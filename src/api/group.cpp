@@ -17,6 +17,7 @@
 #include "core/engine.hpp"
 #include "core/placement.hpp"
 #include "cuda/engine.hpp"
+#include "engine/membership/arbiter_creation.hpp"
 #include "fabric/local/local.hpp"
 #include "fabric/ofi/ofi.hpp"
 #include "fabric/shm/shm.hpp"
@@ -31,6 +32,7 @@ std::shared_ptr<Engine> make_cuda_group(Bootstrap& bootstrap, const GroupConfig&
   auto fabric = make_wires(bootstrap, config, inside);
   open_lobby(bootstrap, config, inside, *fabric);
   if (inside.domains.count() == 1 || inside.kind == FabricKind::sim) {  // which it refuses itself
+    (void)engine::arbiter_of(config, inside.domains, *fabric);          // as such a group has none
     return cuda::make_cuda_engine(bootstrap, config, std::move(fabric));
   }
   DomainBootstrap part(bootstrap, inside.domains);

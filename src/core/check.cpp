@@ -134,9 +134,6 @@ void check_elastic(const GroupConfig& config) {
     refuse("Group", "arbiter", to_string(config.arbiter.size()) + " bytes",
            "a directory of at most " + to_string(kMostPath) + " bytes, none of them zero");
   }
-  if (!config.arbiter.empty() && config.backend == Backend::cuda) {
-    refuse("Group", "arbiter", "a directory with backend cuda", "backend host, or no directory");
-  }
 }
 
 }  // namespace

@@ -118,19 +118,14 @@ inline GroupView Engine::group_view() const {
   return all;
 }
 inline GroupView Engine::regroup() {
-  throw Error(
-      ErrorKind::unsupported,
-      "regroup: with backend cuda groups in one domain can, this one has several; make a new "
-      "group");
+  throw Error(ErrorKind::unsupported, "regroup: groups can, collectives cannot");
 }
 inline std::shared_ptr<VaultEngine> Engine::make_vault(std::size_t /*version_bytes*/) {
   throw Error(ErrorKind::unsupported,
               "Vault: with backend cuda groups in one domain can have one, this one has several");
 }
 inline bool Engine::commit(std::uint64_t /*step*/) {
-  throw Error(
-      ErrorKind::unsupported,
-      "commit: with backend cuda groups in one domain can, this one has several; use barrier");
+  throw Error(ErrorKind::unsupported, "commit: groups can, collectives cannot");
 }
 
 /// Counts of a collective with blocks of any size, [ranks] elements each.

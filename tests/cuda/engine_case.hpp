@@ -151,9 +151,9 @@ inline void check_received(const World& world, int rank, const Trip& trip, const
   }
 }
 
-/// When the rows come back as they are.
+/// When the rows come back as they are. `domain_size`: as conformance::CombineInput has it.
 inline void check_combined(const World& world, int rank, const Trip& trip, const Combined& got,
-                           const Copier& copier) {
+                           const Copier& copier, int domain_size = 0) {
   std::vector<conformance::ExpectedDispatch> sent;
   for (int d = 0; d < world.ranks; ++d) {
     sent.push_back(conformance::expect_dispatch(world, d, trip.order, trip.alignment));
@@ -168,6 +168,7 @@ inline void check_combined(const World& world, int rank, const Trip& trip, const
         .topk_weights[static_cast<std::size_t>(row * world.topk + k)];
   };
   back.apply_weights = trip.order == RowOrder::expert_major;
+  back.domain_size = domain_size;
   const auto expected = conformance::expect_combine(world, rank, back);
   need_same("combined topk_weights", got.topk_weights, expected.topk_weights, copier);
   need_same("combined x", got.x, expected.x, copier);

@@ -165,7 +165,8 @@ void DomainCall::send(const CrossingWay& way, const CrossingTables& tables, cons
     most = std::max(most, call->sources.back().chunks);
   }
   call->portions = crossing_portions(most);
-  if (!way.back) call->together = engine.parts_.domains.members(engine.domain_of(engine.rank()));
+  const Domains& live = engine.topology_;
+  if (!way.back) call->together = live.members(live.of(engine.rank()));
   call->first = engine.commands_;
   call->number = engine.portions_ += static_cast<std::uint64_t>(call->portions);
   engine.commands_ += 1 + call->puts;

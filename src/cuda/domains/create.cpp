@@ -8,6 +8,7 @@
 #include "cuda/engine.hpp"
 #include "cuda/throughput/create.hpp"
 #include "engine/create.hpp"
+#include "engine/membership/arbiter_creation.hpp"
 
 namespace ferry::cuda {
 namespace {
@@ -28,6 +29,7 @@ ControlLayout crossing_layout(const GroupConfig& config, int ranks, int domains)
 GroupConfig config_inside(const GroupConfig& config, const Domains& domains, int rank) {
   GroupConfig inside = config;
   inside.domain_size = 0;
+  inside.arbiter.clear();
   inside.experts = 0;
   const Placement placement{config.experts, domains.ranks()};
   for (const int member : domains.members(domains.of(rank))) {
@@ -57,15 +59,19 @@ std::shared_ptr<Engine> make_cuda_domain_engine(Bootstrap& bootstrap, const Grou
   parts.layout = crossing_layout(config, domains.ranks(), domains.count());
   fabric::Fabric& wire = *parts.memory->fabric;
   fabric::Segment spare;  // as many segments as cards; of the least size
+  engine::ArbiterCreation arbiter(config, domains, wire);
   const auto cards = engine::together(bootstrap, config, "Group: memory", [&] {
+    arbiter.create();
     parts.control = wire.register_memory(parts.layout.bytes);
     spare = wire.register_memory(kPage);
     return engine::bytes_of({engine::card_of(parts.control), engine::card_of(spare)});
   });
   engine::together(bootstrap, config, "Group: attach", [&] {
     engine::attach_all(wire, cards, {engine::card_of(parts.control), engine::card_of(spare)});
+    arbiter.check();
     return std::vector<std::byte>();
   });
+  arbiter.keep();
   wire.seal(parts.control.id);
   wire.seal(spare.id);
   const int sharing = ranks_on_gpu(bootstrap, config);

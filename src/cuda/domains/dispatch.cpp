@@ -18,7 +18,7 @@ constexpr const char* kDispatchCrossing = "dispatch: crossing";
 
 /// After the swap of heads: some rank has not given as many rows as arrive.
 void agree_on_rows(engine::Channel& channel) {
-  for (int peer = 0; peer < channel.size(); ++peer) {
+  for (const int peer : channel.ranks()) {
     const StepMessage theirs = channel.head(peer);
     if (theirs.status != StepStatus::too_many) continue;
     channel.all_ranks_throw();

@@ -4,9 +4,12 @@
 #include <thread>
 #include <utility>
 
+#include "cuda/domains/regroup.hpp"
 #include "cuda/runtime/event.hpp"
+#include "engine/agreement.hpp"
 #include "engine/gather.hpp"
 #include "engine/growth.hpp"
+#include "engine/membership/arbiter_creation.hpp"
 
 namespace ferry::cuda {
 
@@ -31,8 +34,13 @@ DomainEngine::DomainEngine(const GroupConfig& config, DomainParts parts)
     : config_(config),
       proxy_config_(without_caller(config)),
       parts_(std::move(parts)),
+      topology_(parts_.domains),
       placement_{config.experts, parts_.memory->fabric->size()},
       channel_(parts_.memory, proxy_config_, parts_.control, parts_.layout),
+      carrier_(engine::Carrier::make(*parts_.memory->fabric, parts_.domains, parts_.control.data,
+                                     parts_.layout)),
+      arbiter_(engine::arbiter_of(config_, parts_.domains, *parts_.memory->fabric)),
+      now_(channel_.rank(), channel_.size()),
       staging_(channel_, parts_.memory, parts_.inside->device().index) {
   inside().join_group(parts_.domains.members(domain_of(rank())));
   const OnDevice here(device().index);
@@ -95,7 +103,10 @@ void DomainEngine::destroy() {
     }
     latency_proxy_->stop();
   }
-  channel_.leave();
+  if (channel_.leave() && carrier_) {
+    carrier_->leave();
+    engine::leave_arbiter(arbiter_, now_.get());
+  }
   proxy_->stop();
   inside().destroy();
 }
@@ -145,7 +156,10 @@ void DomainEngine::check_ended(const engine::CrossingCall& call, const Event& ev
   if (!call.crossed.load(std::memory_order_acquire)) {
     if (const auto dead = channel_.dead()) throw *dead;
     channel_.check_usable(call.stage);
-    throw Error(ErrorKind::system, std::string(call.stage) + ": the exchange failed");
+    throw Error(ErrorKind::peer_failed,
+                std::string(call.stage) +
+                    ": the exchange failed, and the group has gone on in another epoch",
+                {rank(), -1, call.stage, channel_.generation(), 0, 0});
   }
   try {
     event.wait();
@@ -220,9 +234,17 @@ Tensor DomainEngine::empty(const Extents& shape, Dtype dtype) {
   return inside().empty(shape, dtype);
 }
 
+void DomainEngine::meet_inside(const char* call) {
+  try {
+    inside().barrier();
+  } catch (const Error& error) {
+    throw told(call, error);
+  }
+}
+
 void DomainEngine::barrier() {
   DomainCall call(*this, "barrier", nullptr);
-  inside().barrier();  // whoever comes to the others has launched and ended all before it
+  meet_inside("barrier");
   proxy_->run(
       [this] {
         StepMessage head;
@@ -231,6 +253,26 @@ void DomainEngine::barrier() {
         engine::check_same_call(channel_, "barrier", head.call);
       },
       config_.on_wait);
+}
+
+ferry::GroupView DomainEngine::regroup() {
+  return DomainEpochChange(*this).run();
+}
+
+bool DomainEngine::commit(std::uint64_t step) {
+  DomainCall call(*this, "commit", nullptr);
+  if (carrier_) channel_.lose_silent();
+  meet_inside("commit");
+  proxy_->run(
+      [this, step] {
+        StepMessage head;
+        head.call.kind = CallKind::commit;
+        head.call.commit.step = step;
+        engine::agree_on_validity(channel_, "commit", head, now_.refusal_of(step));
+      },
+      config_.on_wait);
+  now_.commit(step);
+  return false;  // nobody joins
 }
 
 std::vector<std::vector<std::byte>> DomainEngine::gather(std::span<const std::byte> mine) {

@@ -27,6 +27,9 @@
 #include "cuda/latency/proxy/proxy.hpp"
 #include "cuda/runtime/pinned.hpp"
 #include "cuda/throughput/engine.hpp"
+#include "engine/membership/carrier.hpp"
+#include "engine/membership/current_view.hpp"
+#include "engine/membership/regroup.hpp"
 #include "engine/proxy.hpp"
 
 namespace ferry::cuda {
@@ -120,6 +123,10 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   }
   void barrier() override;
   std::vector<std::vector<std::byte>> gather(std::span<const std::byte> mine) override;
+  ferry::GroupView group_view() const override { return now_.get(); }
+  ferry::GroupView regroup() override;
+  bool commit(std::uint64_t step) override;
+  std::uint64_t epoch() const override { return now_.epoch(); }
   MemoryStats memory() const override;
   TimeStats time() const override { return inside().time(); }
   NetworkStats network() const override { return parts_.memory->fabric->network_use(); }
@@ -146,10 +153,13 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   friend class DomainCall;
   friend class DomainDispatch;
   friend class DomainCombine;
+  friend class DomainEpochChange;
 
   void fail(const char* call, const Error& error);
   Error told(const char* stage, const Error& thrown);
   void finish(const char* call, const Event& event);
+  /// Whoever comes out has launched and ended all before it, as have the ranks of its domain.
+  void meet_inside(const char* call);
 
   // plan.cpp
   std::vector<std::int32_t> read_routes(DomainCall& call, const ConstTensorView& topk_idx,
@@ -177,8 +187,13 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   GroupConfig config_;
   GroupConfig proxy_config_;  ///< whose waits are on the proxy's thread: asks no caller
   DomainParts parts_;
+  Domains topology_;  ///< of the ranks of this epoch; parts_.domains: of all
   Placement placement_;
   engine::Channel channel_;
+  std::shared_ptr<engine::Carrier> carrier_;  ///< null: no network that carries texts
+  std::shared_ptr<const engine::ArbiterFile> arbiter_;
+  std::unique_ptr<engine::Regroup> regroup_{};  // of the thread whose turn it is
+  engine::CurrentView now_;
   StagingBuffers staging_;
   std::shared_ptr<std::byte> ring_memory_;
   std::shared_ptr<std::byte> words_memory_;
@@ -196,7 +211,7 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   std::timed_mutex turn_;  // of calls
   GpuEvent last_{};        // the end of the last call
   unsigned long long last_stream_ = 0;
-  std::uint64_t portions_ = 0;  // that came, or will
+  std::uint64_t portions_ = 0;  // that came, or will; of this epoch, as the next two
   std::uint64_t commands_ = 0;  // made so far
   std::uint64_t plans_ = 0;
   std::atomic<bool> leaving_{false};

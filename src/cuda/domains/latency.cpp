@@ -95,8 +95,8 @@ std::unique_ptr<LatencyCrossing> DomainEngine::make_crossing(const LatencyStep& 
 
 std::shared_ptr<LatencyEngine> DomainEngine::make_latency(const LatencyConfig& config) {
   DomainCall call(*this, kMakeCrossing, nullptr);
-  auto step = std::make_shared<LatencyStep>();
-  step->config = config;
+  now_.check_whole(kMakeCrossing);
+  auto step = std::make_shared<LatencyStep>(LatencyStep{.config = config});
   try {
     if (size() > kMaxDomain) {
       throw Error(ErrorKind::unsupported,

@@ -85,9 +85,11 @@ std::vector<std::int32_t> DomainEngine::read_routes(DomainCall& call,
   check(cudaEventRecord(buffer_used_.get(), call.native()), "cudaEventRecord");
   poll([&] { return is_done(buffer_used_); }, kUntilItEnds, config_.on_wait);
   try {
-    return checked_routes("plan",
-                          {copy, topk_idx.dtype, topk_idx.shape, topk_idx.strides, Device{}},
-                          config_.experts);
+    auto routes =
+        checked_routes("plan", {copy, topk_idx.dtype, topk_idx.shape, topk_idx.strides, Device{}},
+                       config_.experts);
+    now_.check_alive(routes, topk, placement_);
+    return routes;
   } catch (const Error& error) {
     invalid = error;
     return {};
@@ -108,7 +110,7 @@ void DomainEngine::to_gpu(DomainCall& call, void* to, const void* from, std::siz
 void DomainEngine::swap_counts(DomainPlan& state, RouteCounts own, std::uint64_t placement_digest,
                                const std::optional<Error>& invalid) {
   constexpr const char* kStage = "plan: counts";
-  const auto counts = engine::counts_message(own, placement_, parts_.domains, rank());
+  const auto counts = engine::counts_message(own, placement_, topology_, rank());
   std::vector<std::byte> body(counts.size() * sizeof(std::int32_t));
   StepMessage head;
   head.call = plan_signature(state.topk, placement_digest);
@@ -123,18 +125,18 @@ void DomainEngine::swap_counts(DomainPlan& state, RouteCounts own, std::uint64_t
   channel_.swap(kStage, head, body);
   engine::check_same_call(channel_, kStage, head.call);
   if (invalid) throw *invalid;
-  for (int peer = 0; peer < size(); ++peer) {
+  for (const int peer : channel_.ranks()) {
     const StepMessage theirs = channel_.head(peer);
     if (theirs.status != StepStatus::invalid) continue;
     const std::string_view words(reinterpret_cast<const char*>(channel_.body(peer)),
                                  std::min<std::size_t>(theirs.handle_bytes, kMostWords));
     throw Error(ErrorKind::peer_failed,
                 std::string(kStage) + ": rank " + to_string(peer) +
-                    " was given an id that is no expert: " + printable(words, kMostWords) +
-                    " (on that rank)",
+                    " was given an id that is no expert, or one of a rank that is lost: " +
+                    printable(words, kMostWords) + " (on that rank)",
                 {rank(), peer, kStage, channel_.generation(), 0, 0});
   }
-  engine::take_counts(channel_, config_, placement_, parts_.domains, std::move(own), state);
+  engine::take_counts(channel_, config_, placement_, topology_, std::move(own), state);
 }
 
 Plan DomainEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
@@ -144,6 +146,7 @@ Plan DomainEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& opti
   DomainCall call(*this, "plan", options.stream);
   auto state = std::make_shared<DomainPlan>();
   state->engine = weak_from_this();
+  state->epoch = static_cast<std::uint32_t>(epoch());
   state->tokens = topk_idx.shape[0];
   state->topk = static_cast<int>(topk_idx.shape[1]);
   state->on_wait = config_.on_wait;
@@ -184,6 +187,7 @@ std::vector<CrossedRoutes> DomainEngine::swap_routes(DomainPlan& state, const Cr
   };
   std::vector<std::size_t> needs;
   for (int r = 0; r < size(); ++r) needs.push_back(place(r, size()));
+  staging_.agree(kStage);
   if (!staging_.has(StagingBuffers::kRoutes, needs)) {
     staging_.grow(kStage, StagingBuffers::kRoutes, needs);
   }
@@ -210,7 +214,7 @@ std::vector<CrossedRoutes> DomainEngine::swap_routes(DomainPlan& state, const Cr
                            routes.data(), routes.size(), channel_.delivery_tag());
     row += index(block.rows);
   }
-  for (int peer = 0; peer < size(); ++peer) channel_.deliver(peer, sent[index(peer)]);
+  for (const int peer : channel_.ranks()) channel_.deliver(peer, sent[index(peer)]);
   channel_.await_delivered(kStage);
   come.resize(index(lists.in_rows()) * (1 + index(topk)));
   std::vector<CrossedRoutes> routes;

@@ -50,6 +50,29 @@ StagingBuffers::~StagingBuffers() {
   for (std::byte* data : pinned_) unpin(data, device_);
 }
 
+/// What is given up stays registered until the group ends.
+void StagingBuffers::begin_epoch(bool renew) {
+  agreed_ = false;
+  if (!renew) return;
+  for (fabric::Segment& segment : memory_) segment = {};
+}
+
+void StagingBuffers::agree(const char* call) {
+  if (agreed_) return;
+  StepMessage head;
+  head.call.kind = CallKind::grow;
+  head.need_bytes = memory_[kIn].bytes;
+  head.rows = static_cast<std::int64_t>(memory_[kRoutes].bytes);
+  channel_.swap(call, head);
+  engine::check_same_call(channel_, call, head.call);
+  for (const int peer : channel_.ranks()) {
+    const auto p = static_cast<std::size_t>(peer);
+    sizes_[kIn][p] = channel_.head(peer).need_bytes;
+    sizes_[kRoutes][p] = static_cast<std::size_t>(channel_.head(peer).rows);
+  }
+  agreed_ = true;
+}
+
 bool StagingBuffers::has(Area area, const std::vector<std::size_t>& needs) const {
   return std::equal(needs.begin(), needs.end(), sizes_[area].begin(),
                     [](std::size_t need, std::size_t size) { return need <= size; });

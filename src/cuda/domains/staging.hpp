@@ -25,6 +25,13 @@ class StagingBuffers {
   /// CPU.
   enum Area { kOut, kIn, kRoutes, kAreas };
 
+  /// All that was agreed is over: a rank may have failed before it knew of it. `renew`: a rank that
+  /// was lost may still write there or read, so this memory is used no more.
+  void begin_epoch(bool renew);
+  /// The ranks tell each other what they have, once in an epoch, before anything else is asked; on
+  /// the thread that talks to the peers, on all ranks alike.
+  void agree(const char* call);
+
   /// Whether `needs`, [ranks] bytes that peers write on each rank, and `out`, that this rank sends,
   /// are there already. The same on all ranks but for `out`.
   bool has(Area area, const std::vector<std::size_t>& needs) const;
@@ -47,6 +54,7 @@ class StagingBuffers {
   std::vector<std::size_t> sizes_[kAreas]{};  // [ranks] of kIn and kRoutes
   std::vector<std::byte*> pinned_{};
   std::size_t registered_ = 0;
+  bool agreed_ = true;
 };
 
 }  // namespace ferry::cuda

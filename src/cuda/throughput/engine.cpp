@@ -434,6 +434,11 @@ ferry::GroupView CudaEngine::regroup() {
   return EpochChange(*this).run();
 }
 
+void CudaEngine::regroup_inside(
+    const std::function<engine::Epoch(engine::Generation used)>& agree) {
+  EpochChange(*this).run_inside(agree);
+}
+
 MemoryStats CudaEngine::memory() const {
   GpuMemory& memory = *parts_.gpu;
   std::size_t latency_bytes = 0;

@@ -195,6 +195,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   int group_rank(int rank) const {
     return members_.empty() ? rank : members_[static_cast<std::size_t>(rank)];
   }
+  /// That group goes on with fewer ranks (regroup.hpp).
+  void regroup_inside(const std::function<engine::Epoch(engine::Generation used)>& agree);
   /// The rank beyond this engine on whose account it has failed, of the larger group; none.
   std::optional<Failure> failed_beyond() const { return fatal_.beyond(); }
   /// Waits for calls on their way; false: not all have ended by then.
@@ -221,6 +223,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   /// What calls took that have ended, from here and from the peers.
   void take_times();
   void note_end(CallRecord& record);
+  /// Whether a rank that was lost may still write to this one's memory.
+  bool lost_may_write();
   void free_held();
   Held take_unwritten(std::size_t bytes, const User& user, Pieces pieces);
   /// In its control segment: takes what is stored for lost ranks.

@@ -291,10 +291,19 @@ void CudaEngine::look_after_peers() {
   if (channel_.dead()) words_.raise_abort();
 }
 
+bool CudaEngine::lost_may_write() {
+  if (regroup_) return regroup_->lost_may_write();
+  for (int peer = 0; peer < size(); ++peer) {
+    if (channel_.has(peer)) continue;
+    if (parts_.cpu->fabric->peer_state(peer) != fabric::PeerState::dead) return true;
+  }
+  return false;
+}
+
 /// Asked by the monitor: whether the processes of the lost ranks have ended by now.
 void CudaEngine::free_held() {
   // After a further failure the next epoch says what is held.
-  if (!held_ || words_.failed() || channel_.dead() || regroup_->lost_may_write()) return;
+  if (!held_ || words_.failed() || channel_.dead() || lost_may_write()) return;
   const std::uint64_t none = 0;
   write_control(&none, parts_.layout.local + offsetof(LocalWords, held), sizeof(none));
   held_ = false;

@@ -5,6 +5,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "base/text.hpp"
 #include "cuda/runtime/event.hpp"
@@ -20,8 +21,6 @@ namespace ferry::cuda {
 static_assert(protocol::DeviceEpochTraits::kUnderWay == kMailboxDepth);
 
 namespace {
-
-constexpr const char* kRegroup = "regroup";
 
 /// Until all that this process has launched on the GPU has ended.
 void await_device(int device, std::chrono::nanoseconds most, const std::string& late) {
@@ -49,6 +48,31 @@ ferry::GroupView EpochChange::run() {
   return engine_.now_.get();
 }
 
+void EpochChange::run_inside(const Agree& agree) {
+  const OnDevice here(engine_.device().index);
+  const auto turn = engine_.take_turn([this] {
+    if (engine_.destroyed()) engine_.channel_.check_usable(kRegroup);
+  });
+  end_calls();
+  const std::scoped_lock paused(engine_.watching_);
+  end_flights();
+  const engine::Epoch next = agree(engine_.channel_.generation());
+  leave_behind(next);
+  engine_.channel_.begin_epoch(next);
+  go_on(next);
+}
+
+/// What engine::Regroup does where it is asked: those that are not there may still run.
+void EpochChange::leave_behind(const engine::Epoch& next) {
+  fabric::Fabric& wire = *engine_.parts_.cpu->fabric;
+  for (int peer = 0; peer < engine_.size(); ++peer) {
+    if (std::binary_search(next.ranks.begin(), next.ranks.end(), peer)) continue;
+    wire.forget(peer);
+    engine::evict(wire.pointer(peer, engine::Channel::kControl), cpu_layout(engine_.size()),
+                  next.number);
+  }
+}
+
 void EpochChange::join(std::uint64_t ticket) {
   const OnDevice here(engine_.device().index);
   const auto turn = engine_.take_turn([] {});
@@ -63,7 +87,7 @@ void EpochChange::go_on(const engine::Epoch& next) {
     engine_.give_up(kRegroup, thrown);
     throw;
   }
-  engine_.now_.begin(next, engine_.regroup_->joined(next));
+  engine_.now_.begin(next, engine_.regroup_ ? engine_.regroup_->joined(next) : std::vector<int>());
 }
 
 /// Maps the memory of all ranks that there are, before this process asks for a place: if it cannot,
@@ -150,7 +174,7 @@ void EpochChange::begin_epoch(const engine::Epoch& next) {
   }
   if (engine_.elastic()) count_sharers();
   engine_.segments_.begin_epoch(next.number);
-  engine_.held_ = engine_.regroup_->lost_may_write();
+  engine_.held_ = engine_.lost_may_write();
   LocalWords words{};
   words.generation = words.before = next.first - 1;
   words.held = engine_.held_ ? 1 : 0;

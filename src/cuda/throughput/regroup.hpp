@@ -3,6 +3,8 @@
 // graphs that were captured, stay. Of processes that have taken places the memory is mapped.
 // Latency exchanges go on among the ranks that are left of theirs.
 #pragma once
+#include <functional>
+
 #include "engine/membership/regroup.hpp"
 #include "ferry/group.hpp"
 
@@ -10,10 +12,17 @@ namespace ferry::cuda {
 
 class CudaEngine;
 
+inline constexpr const char* kRegroup = "regroup";
+
 class EpochChange {
  public:
   explicit EpochChange(CudaEngine& engine) : engine_(engine) {}
   ferry::GroupView run();
+  /// Of the engine inside a larger group, which decides alone who is there: `agree` is called when
+  /// no kernel of this engine runs any more, with the newest generation that was used, and returns
+  /// the epoch in this engine's ranks, whose generations are beyond that of each.
+  using Agree = std::function<engine::Epoch(engine::Generation used)>;
+  void run_inside(const Agree& agree);
   /// Of a process that takes the place of a lost rank: its first epoch.
   void join(std::uint64_t ticket);
 
@@ -22,6 +31,7 @@ class EpochChange {
   void end_flights();
   engine::Regroup& membership(std::uint64_t ticket = 0);
   void find_ranks();
+  void leave_behind(const engine::Epoch& next);
   void go_on(const engine::Epoch& next);
   void begin_epoch(const engine::Epoch& next);
   void map_member(int peer);
