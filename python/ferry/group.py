@@ -517,8 +517,8 @@ class Group:
         rank that the others went on without, and `DeadlineExceededError` when ranks are missing
         that may still run and the others are no majority; the group then stays failed. Raises
         `UnsupportedError` unless the ranks, at most 256, share memory (one domain) or libfabric
-        joins their domains; on GPUs, and in several domains, the group must have had no latency
-        exchange. On GPUs it waits until the group's kernels have ended; graphs stay valid.
+        joins their domains; in several domains the group must have had no latency exchange. On
+        GPUs it waits until the group's kernels have ended; graphs stay valid.
         """
         return self._raw.regroup()
 
