@@ -319,8 +319,8 @@ class Group {
   /// deadline. Throws Error(evicted) on a rank that the others went on without, and
   /// Error(deadline) when ranks are missing that may still run and the others are no majority; the
   /// group then stays failed. Throws Error(unsupported) unless the ranks, at most 256, share memory
-  /// (fabric local or shm, one domain) or libfabric joins their domains. On GPUs, and in several
-  /// domains, the group must have had no latency exchange.
+  /// (fabric local or shm, one domain) or libfabric joins their domains. In several domains the
+  /// group must have had no latency exchange.
   /// Takes in processes that wait for places of lost ranks (GroupConfig::elastic).
   GroupView regroup();
   /// Collective. Returns when every rank has called it with this step, so that each has what it
