@@ -112,10 +112,12 @@ void DomainEngine::swap_counts(DomainPlan& state, RouteCounts own, std::uint64_t
   constexpr const char* kStage = "plan: counts";
   const auto counts = engine::counts_message(own, placement_, topology_, rank());
   std::vector<std::byte> body(counts.size() * sizeof(std::int32_t));
+  const std::size_t most_words = std::min(kMostWords, channel_.max_body_bytes());
   StepMessage head;
   head.call = plan_signature(state.topk, placement_digest);
   if (invalid) {
-    const std::string words = printable(invalid->what(), std::min(kMostWords, body.size()));
+    const std::string words = printable(invalid->what(), most_words);
+    body.resize(std::max(body.size(), words.size()));
     head.status = StepStatus::invalid;
     head.handle_bytes = static_cast<std::uint32_t>(words.size());
     std::memcpy(body.data(), words.data(), words.size());
@@ -129,7 +131,7 @@ void DomainEngine::swap_counts(DomainPlan& state, RouteCounts own, std::uint64_t
     const StepMessage theirs = channel_.head(peer);
     if (theirs.status != StepStatus::invalid) continue;
     const std::string_view words(reinterpret_cast<const char*>(channel_.body(peer)),
-                                 std::min<std::size_t>(theirs.handle_bytes, kMostWords));
+                                 std::min<std::size_t>(theirs.handle_bytes, most_words));
     throw Error(ErrorKind::peer_failed,
                 std::string(kStage) + ": rank " + to_string(peer) +
                     " was given an id that is no expert, or one of a rank that is lost: " +
