@@ -38,6 +38,10 @@ std::string lobby_name(const Bootstrap& bootstrap, const GroupConfig& config) {
       {rank, -1, "Group: elastic", 0, 0, 0});
 }
 
+std::string spell_domains(const GroupConfig& config, int domains) {
+  return std::to_string(domains) + " domains, backend " + std::string(name_of(config.backend));
+}
+
 /// What a process that joins must know: the domain of each rank, then what its network needs.
 std::vector<std::byte> invitation_of(const Domains& domains, const fabric::Fabric& fabric) {
   if (domains.count() == 1) return {};
@@ -104,9 +108,8 @@ void open_lobby(const Bootstrap& bootstrap, const GroupConfig& config, const Ins
   const int rank = bootstrap.rank(), size = bootstrap.size();
   const bool gpus_apart = config.backend == Backend::cuda && inside.domains.count() > 1;
   if (fabric.lobby() == nullptr || gpus_apart) {
-    throw_unsupported(rank, std::to_string(inside.domains.count()) + " domains, fabric " +
-                                std::string(fabric.name()) + ", backend " +
-                                std::string(name_of(config.backend)));
+    throw_unsupported(rank, spell_domains(config, inside.domains.count()) + ", fabric " +
+                                std::string(fabric.name()));
   }
   if (size > engine::SeatTraits::kSeats) throw_unsupported(rank, std::to_string(size) + " ranks");
   fabric.lobby()->open({lobby_name(bootstrap, config), config_text(config, size), 0,
@@ -132,18 +135,27 @@ std::shared_ptr<Engine> begin_group(const Bootstrap& bootstrap, GroupConfig conf
   const int rank = bootstrap.rank(), size = bootstrap.size();
   check_elastic(config, rank, size, "a name, by which the others find it");
   const Domains domains = Domains::blocks(size, config.domain_size);
-  if (domains.count() > 1 || config.backend == Backend::cuda) {
-    throw Error(ErrorKind::unsupported,
-                "Group: begin: got " + std::to_string(domains.count()) + " domains, backend " +
-                    std::string(name_of(config.backend)) +
-                    "; expected one domain, backend host: where there are several, all ranks are "
-                    "there at first",
-                {rank, -1, "Group: begin", 0, 0, 0});
+  const bool several = domains.count() > 1;
+  if (several && (config.backend == Backend::cuda || config.network != FabricKind::ofi)) {
+    throw_unsupported(rank, spell_domains(config, domains.count()) + ", network " +
+                                std::string(name_of(config.network)));
   }
   const std::string name = lobby_name(bootstrap, config);
   const Socket turn = fabric::turn_to_begin(rank, name);
   auto fabric = fabric::begin_shm_fabric(rank, size, name);
-  fabric->lobby()->open({name, config_text(config, size), 0, {}, true});
+  if (several) {
+    // Nobody on another host could find the group without a directory.
+    const int local = config.arbiter.empty() ? size : config.domain_size;
+    fabric = fabric::make_domain_fabric(
+        domains, std::move(fabric),
+        fabric::begin_ofi_fabric(rank, size, config.ofi, local, config.deadline,
+                                 bootstrap.own_address()));
+  }
+  fabric->lobby()->open(
+      {name, config_text(config, size), 0, invitation_of(domains, *fabric), true});
+  if (config.backend == Backend::cuda) {
+    return cuda::make_lone_cuda_engine(config, std::move(fabric), 0);
+  }
   return host::begin_host_engine(config, domains, std::move(fabric));
 }
 
@@ -165,13 +177,14 @@ std::shared_ptr<Engine> join_group(const Bootstrap& bootstrap, GroupConfig confi
   }
   std::span<const std::byte> rest = met.there.invitation;
   if (config.backend == Backend::cuda) {
-    return cuda::join_cuda_engine(config, std::move(fabric), ticket);
+    return cuda::make_lone_cuda_engine(config, std::move(fabric), ticket);
   }
   const Domains domains = take_domains(rest, rank, size);
   if (domains.count() > 1) {
     fabric = fabric::make_domain_fabric(
         domains, std::move(fabric),
-        fabric::join_ofi_fabric(rank, size, config.ofi, rest, config.deadline));
+        fabric::join_ofi_fabric(rank, size, config.ofi, rest, config.deadline,
+                                bootstrap.own_address()));
   }
   return host::join_host_engine(config, domains, std::move(fabric), ticket);
 }

@@ -12,7 +12,7 @@ namespace ferry {
 void open_lobby(const Bootstrap& bootstrap, const GroupConfig& config, const Inside& inside,
                 fabric::Fabric& fabric);
 
-/// Of a process that begins alone: the other ranks are missing, and join it. In one domain.
+/// Of a process that begins alone: the other ranks are missing, and join it.
 std::shared_ptr<Engine> begin_group(const Bootstrap& bootstrap, GroupConfig config);
 
 /// Of a process that takes the place of a rank that is not there.

@@ -24,8 +24,8 @@ std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig
                                          std::unique_ptr<fabric::Fabric> fabric);
 
 /// Of a process that takes the place of a lost rank: not collective. Waits until the ranks take it
-/// in.
-std::shared_ptr<Engine> join_cuda_engine(const GroupConfig& config,
+/// in. `ticket`: 0: it begins the group alone.
+std::shared_ptr<Engine> make_lone_cuda_engine(const GroupConfig& config,
                                          std::unique_ptr<fabric::Fabric> fabric,
                                          std::uint64_t ticket);
 

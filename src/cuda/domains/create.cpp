@@ -59,7 +59,7 @@ std::shared_ptr<Engine> make_cuda_domain_engine(Bootstrap& bootstrap, const Grou
   parts.layout = crossing_layout(config, domains.ranks(), domains.count());
   fabric::Fabric& wire = *parts.memory->fabric;
   fabric::Segment spare;  // as many segments as cards; of the least size
-  engine::ArbiterCreation arbiter(config, domains, wire);
+  engine::ArbiterCreation arbiter(config, domains, wire, rank == 0);
   const auto cards = engine::together(bootstrap, config, "Group: memory", [&] {
     arbiter.create();
     parts.control = wire.register_memory(parts.layout.bytes);

@@ -89,6 +89,13 @@ void check_threads(const std::vector<GpuPlace>& places) {
   }
 }
 
+void check_domain(int ranks) {
+  if (ranks <= kMaxDomain) return;
+  throw Error(ErrorKind::unsupported, "Group: backend cuda: got " + std::to_string(ranks) +
+                                          " ranks; expected at most " + std::to_string(kMaxDomain) +
+                                          ", which one NVLink domain holds");
+}
+
 int chosen_device(const GroupConfig& config) {
   int count = 0;
   check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
@@ -263,12 +270,7 @@ std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig
 std::shared_ptr<CudaEngine> make_engine(Bootstrap& bootstrap, const GroupConfig& config,
                                         std::unique_ptr<fabric::Fabric> fabric, int sharing,
                                         std::size_t body_bytes) {
-  if (bootstrap.size() > kMaxDomain) {
-    throw Error(ErrorKind::unsupported,
-                "Group: backend cuda: got " + std::to_string(bootstrap.size()) +
-                    " ranks; expected at most " + std::to_string(kMaxDomain) +
-                    ", which one NVLink domain holds");
-  }
+  check_domain(bootstrap.size());
   Parts parts;
   parts.cpu = std::make_shared<engine::Memory>(std::move(fabric));
   int device = 0;
@@ -292,9 +294,10 @@ std::shared_ptr<CudaEngine> make_engine(Bootstrap& bootstrap, const GroupConfig&
   return made;
 }
 
-std::shared_ptr<Engine> join_cuda_engine(const GroupConfig& config,
-                                         std::unique_ptr<fabric::Fabric> fabric,
-                                         std::uint64_t ticket) {
+std::shared_ptr<Engine> make_lone_cuda_engine(const GroupConfig& config,
+                                              std::unique_ptr<fabric::Fabric> fabric,
+                                              std::uint64_t ticket) {
+  check_domain(fabric->size());
   Parts parts;
   parts.cpu = std::make_shared<engine::Memory>(std::move(fabric));
   fabric::Fabric& wire = *parts.cpu->fabric;
@@ -308,14 +311,14 @@ std::shared_ptr<Engine> join_cuda_engine(const GroupConfig& config,
   const int device = chosen_device(config);
   const OnDevice here(device);
   prepare_device(device, parts);
+  const auto card = ticket == 0 ? std::vector<std::byte>() : card_of_any(config, wire);
   parts.gpu = std::make_shared<GpuMemory>(
-      fabric::join_device_memory(rank, size, memory_options(config, device),
-                                 card_of_any(config, wire)),
+      fabric::join_device_memory(rank, size, memory_options(config, device), card),
       config.deadline);
   parts.layout = gpu_layout(config, size);
   (void)register_gpu_memory(config, parts);
   auto made = std::make_shared<CudaEngine>(config, std::move(parts));
-  made->join(ticket);
+  made->start_alone(ticket);
   return made;
 }
 

@@ -104,11 +104,11 @@ void CudaEngine::start() {
   monitor_ = std::thread([this] { monitor(); });
 }
 
-void CudaEngine::join(std::uint64_t ticket) {
+void CudaEngine::start_alone(std::uint64_t ticket) {
   const OnDevice here(device().index);
   write_table(rank());
   load_copies();
-  EpochChange(*this).join(ticket);
+  EpochChange(*this).enter(ticket);
   monitor_ = std::thread([this] { monitor(); });
 }
 

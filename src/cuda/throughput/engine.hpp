@@ -104,7 +104,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   /// After creation: fills the table of segments and starts the monitor.
   void start();
   /// Instead, of a process that takes the place of a lost rank: waits until the others take it in.
-  void join(std::uint64_t ticket);
+  /// `ticket`: 0: it begins the group.
+  void start_alone(std::uint64_t ticket);
 
   int rank() const override { return channel_.rank(); }
   int size() const override { return channel_.size(); }

@@ -73,9 +73,10 @@ void EpochChange::leave_behind(const engine::Epoch& next) {
   }
 }
 
-void EpochChange::join(std::uint64_t ticket) {
+void EpochChange::enter(std::uint64_t ticket) {
   const OnDevice here(engine_.device().index);
   const auto turn = engine_.take_turn([] {});
+  if (ticket == 0) return go_on(membership().begin_alone());
   find_ranks();
   go_on(membership(ticket).join());
 }

@@ -23,8 +23,8 @@ class EpochChange {
   /// the epoch in this engine's ranks, whose generations are beyond that of each.
   using Agree = std::function<engine::Epoch(engine::Generation used)>;
   void run_inside(const Agree& agree);
-  /// Of a process that takes the place of a lost rank: its first epoch.
-  void join(std::uint64_t ticket);
+  /// Of a process that takes the place of a lost rank, or begins alone (ticket 0): its first epoch.
+  void enter(std::uint64_t ticket);
 
  private:
   void end_calls();

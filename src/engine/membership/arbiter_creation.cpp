@@ -66,13 +66,13 @@ ArbiterCreation::~ArbiterCreation() {
 }
 
 void ArbiterCreation::create() {
-  if (!file_ || rank_ != 0) return;
+  if (!file_ || !makes_) return;
   held_ = at_most_for<LockedFile>(deadline_, late_arbiter(rank_),
                                   [file = file_] { return file->create(); });
 }
 
 void ArbiterCreation::check() const {
-  if (!file_ || rank_ == 0) return;
+  if (!file_ || makes_) return;
   at_most_for<void>(deadline_, late_arbiter(rank_), [file = file_] { file->check_locked(); });
 }
 

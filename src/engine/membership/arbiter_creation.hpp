@@ -25,12 +25,15 @@ void check_arbiter(const GroupConfig& config, const Domains& domains, const fabr
 void leave_arbiter(const std::shared_ptr<const ArbiterFile>& file, const GroupView& view,
                    const std::function<void()>& before = {}) noexcept;
 
-/// At creation rank 0 makes the arbiter's file and has it locked until all have seen that.
+/// At creation rank 0, or who begins alone, makes the arbiter's file and has it locked until all
+/// have seen that.
 class ArbiterCreation {
  public:
-  ArbiterCreation(const GroupConfig& config, const Domains& domains, const fabric::Fabric& fabric)
+  ArbiterCreation(const GroupConfig& config, const Domains& domains, const fabric::Fabric& fabric,
+                  bool makes)
       : file_(arbiter_of(config, domains, fabric)),
         rank_(fabric.rank()),
+        makes_(makes),
         deadline_(config.deadline) {}
   ~ArbiterCreation();
   ArbiterCreation(const ArbiterCreation&) = delete;
@@ -43,6 +46,7 @@ class ArbiterCreation {
  private:
   std::shared_ptr<const ArbiterFile> file_;
   int rank_;
+  bool makes_;
   std::chrono::nanoseconds deadline_;
   std::optional<LockedFile> held_{};
 };

@@ -14,12 +14,16 @@ Linking::Linking(fabric::Fabric& fabric, std::shared_ptr<Carrier> carrier, const
       ticket_(ticket),
       seats_(static_cast<std::size_t>(channel.size())),
       doors_(seats_.size()) {
-  if (!carrier_) return;
   for (int seat = 0; seat < channel.size(); ++seat) {
-    if (!carrier_->far(seat)) continue;
-    door(seat).holder = fabric_.place(seat);
-    // A founder has reached all from the beginning.
-    if (ticket_ != 0) seats_[static_cast<std::size_t>(seat)].state = State::waits;
+    if (is_far(seat)) door(seat).holder = fabric_.place(seat);
+  }
+  // A founder has reached all from the beginning.
+  if (ticket_ != 0) begin_alone();
+}
+
+void Linking::begin_alone() {
+  for (int seat = 0; seat < channel_.size(); ++seat) {
+    if (is_far(seat)) seats_[static_cast<std::size_t>(seat)].state = State::waits;
   }
 }
 

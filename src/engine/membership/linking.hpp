@@ -20,6 +20,8 @@ class Linking {
   Linking(fabric::Fabric& fabric, std::shared_ptr<Carrier> carrier, const Channel& channel,
           std::uint64_t ticket);
 
+  /// Of a process that begins alone: no far rank is there.
+  void begin_alone();
   /// A process has taken a far seat with this view, or this rank has joined with it. `ticket`: of
   /// who has the seat; 0: not known yet, its message says it.
   void begin(int seat, const Member::View& view, std::uint64_t ticket);
@@ -75,6 +77,7 @@ class Linking {
     bool answered = false;          // then
     fabric::Place holder{};         // of who had the seat last
   };
+  bool is_far(int seat) const { return carrier_ && carrier_->far(seat); }
   const Seat& at(int seat) const { return seats_[static_cast<std::size_t>(seat)]; }
   Door& door(int seat) { return doors_[static_cast<std::size_t>(seat)]; }
   bool try_link(int seat, Seat& there);

@@ -299,7 +299,10 @@ bool Regroup::lost_may_write() const {
   if (seating_.former_may_write() || linking_.former_may_write()) return true;
   for (int peer = 0; peer < channel_.size(); ++peer) {
     if (channel_.has(peer)) continue;
-    if (far(peer)) return true;  // what it has sent may still be under way
+    if (far(peer)) {
+      if (linking_.untouched(peer)) continue;  // nobody was ever there
+      return true;                             // what it has sent may still be under way
+    }
     if (memory_->fabric->peer_state(peer) != fabric::PeerState::dead) return true;
   }
   return false;

@@ -190,6 +190,7 @@ void Regroup::advance_links() {
 Epoch Regroup::begin_alone() {
   const int self = channel_.rank();
   *member_ = Member::lone_founder(self, arbiter_.has_value());
+  linking_.begin_alone();
   seated_ = member_->view().epoch;
   deaths_ = DeathWatch::count();
   return go_on();

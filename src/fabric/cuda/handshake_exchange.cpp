@@ -148,19 +148,33 @@ DeviceDomain exchange_handshakes(Bootstrap& bootstrap, const DeviceMemoryOptions
   return domain;
 }
 
+namespace {
+
+/// The card of a group that this process begins: nobody is there with whom a way could be tried.
+/// Descriptors over a socket need the fewest rights.
+DeviceHandshake::Fixed founded_by(const DeviceHandshake& mine, int rank) {
+  DeviceHandshake::Fixed card = mine.fixed;
+  card.forced = mine.fixed.vmm != 0 ? DeviceWay::vmm_socket : DeviceWay::ipc;
+  card.job = random_key(rank);
+  return card;
+}
+
+}  // namespace
+
 std::unique_ptr<Sharing> join_sharing(int rank, int size, const DeviceMemoryOptions& options,
                                       std::span<const std::byte> card) {
-  const DeviceHandshake::Fixed theirs = device_handshake_from(card, rank, -1).fixed;
   DeviceHandshake mine;
   mine.identity = this_identity();
   mine.fixed.socket = random_key(rank);
   auto context = open_device(options, mine);
+  const DeviceHandshake::Fixed theirs =
+      card.empty() ? founded_by(mine, rank) : device_handshake_from(card, rank, -1).fixed;
   const DeviceWay way = theirs.forced;
   const bool can = way == DeviceWay::ipc ? mine.fixed.ipc != 0 : mine.fixed.vmm != 0;
   if (!context || !can || way == DeviceWay::local || way == DeviceWay::vmm_fabric) {
     const std::string why = text_of(mine.fixed.problem);
     throw Error(ErrorKind::unsupported,
-                describe(mine, rank) + " cannot join: " +
+                describe(mine, rank) + (card.empty() ? " cannot begin: " : " cannot join: ") +
                     (why.empty() ? "the group shares memory by " + std::string(name_of(way)) +
                                        ", which this process cannot"
                                  : "it has no GPU for the CUDA engine: " + why),

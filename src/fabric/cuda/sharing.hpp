@@ -81,8 +81,8 @@ std::unique_ptr<Sharing> choose_sharing(Bootstrap& bootstrap, const DeviceDomain
                                         const std::shared_ptr<DeviceContext>& context,
                                         const DeviceMemoryOptions& options);
 
-/// Of a process that joins: in the way of the group, as that rank's card says. Throws
-/// Error(unsupported) or Error(mismatch).
+/// Of a process that joins: in the way of the group, as that rank's card says. Without a card it
+/// begins a group. Throws Error(unsupported) or Error(mismatch).
 std::unique_ptr<Sharing> join_sharing(int rank, int size, const DeviceMemoryOptions& options,
                                       std::span<const std::byte> card);
 

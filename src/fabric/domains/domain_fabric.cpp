@@ -121,7 +121,7 @@ class DomainFabric final : public Fabric, public Lobby {
   }
   Place place(int peer) const override { return way(peer).place(peer); }
   Place place_in(int peer, std::span<const std::byte> card) const override {
-    return way(peer).place_in(peer, card);
+    return (network_ ? *network_ : *inside_).place_in(peer, card);  // of which the card is
   }
 
   // Those of this domain meet in the lobby of `inside_`.

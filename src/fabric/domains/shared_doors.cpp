@@ -17,7 +17,7 @@
 namespace ferry::fabric {
 namespace {
 
-constexpr std::uint64_t kSharedDoorMagic = 0x31524f'4f445952;  // "RYDOOR1"
+constexpr std::uint64_t kSharedDoorMagic = 0x32524f'4f445952;  // "RYDOOR2"
 constexpr std::size_t kMostBytes = std::size_t{64} << 10;
 constexpr unsigned kOthers = 077;  // permissions of other users
 
@@ -28,6 +28,7 @@ struct Head {
   JobKey group{};
   std::uint64_t ticket = 0;
   std::int64_t rank = 0;
+  std::uint64_t begun = 0;
   std::uint64_t text = 0, invitation = 0, card = 0;  // bytes
 };
 
@@ -54,6 +55,7 @@ std::string to_text(const SharedDoor& door) {
   Head head{.group = door.group,
             .ticket = there.ticket,
             .rank = there.rank,
+            .begun = there.begun ? 1u : 0u,
             .text = there.text.size(),
             .invitation = there.invitation.size(),
             .card = there.card.size()};
@@ -90,6 +92,7 @@ std::optional<SharedDoor> door_in(const std::string& bytes, int rank) {
   door.there.text.assign(text.begin(), text.end());
   door.there.invitation = bytes_in(take(head.invitation));
   door.there.card = bytes_in(take(head.card));
+  door.there.begun = head.begun != 0;
   if (!whole || !rest.empty()) return std::nullopt;
   return door;
 }
@@ -143,10 +146,10 @@ void SharedDoors::leave(std::span<const int> lost) const {
   for (const int rank : lost) std::filesystem::remove(path_of(rank), ignored);
 }
 
-std::vector<SharedDoor> SharedDoors::list() const {
+std::vector<SharedDoor> SharedDoors::list(bool own) const {
   std::vector<SharedDoor> all;
   for (int rank = 0; rank < ranks_; ++rank) {
-    if (rank == rank_) continue;
+    if (rank == rank_ && !own) continue;
     if (auto door = read(rank)) all.push_back(std::move(*door));
   }
   return all;

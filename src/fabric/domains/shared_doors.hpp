@@ -30,8 +30,8 @@ class SharedDoors {
   void show(const SharedDoor& own) const;
   /// Removes this rank's, and that of each rank in `lost`.
   void leave(std::span<const int> lost) const;
-  /// All others that can be read.
-  std::vector<SharedDoor> list() const;
+  /// All others that can be read; `own`: also this rank's, of whichever process.
+  std::vector<SharedDoor> list(bool own = false) const;
 
  private:
   std::string path_of(int rank) const;

@@ -361,10 +361,20 @@ std::unique_ptr<Fabric> make_ofi_fabric(Bootstrap& bootstrap, const OfiOptions& 
 
 std::unique_ptr<Fabric> join_ofi_fabric(int rank, int size, const OfiOptions& options,
                                         std::span<const std::byte> invitation,
-                                        std::chrono::nanoseconds deadline) {
-  ofi::HandshakeResult result =
-      ofi::join_handshakes(rank, size, options, ofi::invitation_from(invitation, rank), deadline);
-  return std::make_unique<OfiFabric>(rank, size, std::move(result));
+                                        std::chrono::nanoseconds deadline,
+                                        const std::string& own_address) {
+  ofi::Invitation read = ofi::invitation_from(invitation, rank);
+  if (!own_address.empty()) read.address = own_address;
+  return std::make_unique<OfiFabric>(rank, size,
+                                     ofi::join_handshakes(rank, size, options, read, deadline));
+}
+
+std::unique_ptr<Fabric> begin_ofi_fabric(int rank, int size, const OfiOptions& options, int local,
+                                         std::chrono::nanoseconds deadline,
+                                         const std::string& own_address) {
+  const ofi::Invitation own{random_key(rank), own_address, local};
+  return std::make_unique<OfiFabric>(rank, size,
+                                     ofi::join_handshakes(rank, size, options, own, deadline));
 }
 
 }  // namespace ferry::fabric

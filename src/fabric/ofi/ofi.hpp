@@ -29,10 +29,17 @@ std::unique_ptr<Fabric> make_ofi_fabric(Bootstrap& bootstrap, const OfiOptions& 
                                         std::chrono::nanoseconds deadline,
                                         const OnWait& on_wait = {}, const std::string& gpu = {});
 
-/// Of a process that joins, with the `invitation` of a rank of its machine: it reaches nobody until
-/// it links them. Throws what make_ofi_fabric does.
+/// Of a process that joins, with the `invitation` of a rank: it reaches nobody until it links them.
+/// `own_address`: Bootstrap::own_address; empty: that of the rank, on this machine. Throws what
+/// make_ofi_fabric does.
 std::unique_ptr<Fabric> join_ofi_fabric(int rank, int size, const OfiOptions& options,
                                         std::span<const std::byte> invitation,
-                                        std::chrono::nanoseconds deadline);
+                                        std::chrono::nanoseconds deadline,
+                                        const std::string& own_address = {});
+
+/// Of a process that begins a group alone. `local`: the most ranks that this machine will have.
+std::unique_ptr<Fabric> begin_ofi_fabric(int rank, int size, const OfiOptions& options, int local,
+                                         std::chrono::nanoseconds deadline,
+                                         const std::string& own_address);
 
 }  // namespace ferry::fabric

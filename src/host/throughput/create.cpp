@@ -38,7 +38,7 @@ std::shared_ptr<HostEngine> make_host_engine(Bootstrap& bootstrap, const GroupCo
   auto memory = std::make_shared<Memory>(std::move(fabric));
   fabric::Fabric& wire = *memory->fabric;
   fabric::Segment control, arena;
-  engine::ArbiterCreation arbiter(config, domains, wire);
+  engine::ArbiterCreation arbiter(config, domains, wire, wire.rank() == 0);
   const auto cards = engine::together(bootstrap, config, "Group: memory", [&] {
     arbiter.create();
     clear_doors(config, wire);
@@ -83,7 +83,13 @@ std::shared_ptr<HostEngine> make_alone(const GroupConfig& config, const Domains&
 
 std::shared_ptr<HostEngine> begin_host_engine(const GroupConfig& config, const Domains& domains,
                                               std::unique_ptr<fabric::Fabric> fabric) {
+  fabric::Fabric& wire = *fabric;
+  check_only_group(config, wire);
+  engine::ArbiterCreation arbiter(config, domains, wire, true);
+  arbiter.create();
   auto engine = make_alone(config, domains, std::move(fabric));
+  arbiter.keep();
+  check_only_group(config, wire);  // of two that come at once
   engine->begin();
   return engine;
 }

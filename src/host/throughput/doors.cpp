@@ -49,6 +49,16 @@ class SharedCards {
   engine::Aside<Doors> reading_{};
 };
 
+/// Of a rank of an earlier group: one that ran here has, for no door of this host was found.
+bool has_ended(const fabric::SharedDoor& door, const fabric::Fabric& fabric) {
+  try {
+    return fabric::proves_end(fabric.place_in(door.there.rank, door.there.card),
+                              fabric.place_in(fabric.rank(), fabric.card()));
+  } catch (const Error&) {  // such a card cannot be
+    return false;
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<const fabric::SharedDoors> shared_doors_of(const GroupConfig& config,
@@ -67,6 +77,25 @@ void clear_doors(const GroupConfig& config, fabric::Fabric& fabric) {
                             [doors] { doors->clear(); });
 }
 
+void check_only_group(const GroupConfig& config, fabric::Fabric& fabric) {
+  const auto doors = shared_doors_of(config, fabric);
+  if (!doors) return;
+  const int rank = fabric.rank();
+  const auto all = engine::at_most_for<std::vector<fabric::SharedDoor>>(
+      config.deadline, late_directory(rank), [doors] { return doors->list(true); });
+  for (const fabric::SharedDoor& door : all) {
+    if (door.group == fabric.lobby()->group() || has_ended(door, fabric)) continue;
+    const int other = door.there.rank;
+    throw Error(ErrorKind::refused,
+                "Group: rank " + std::to_string(rank) +
+                    " wants to begin alone, but the arbiter's directory has the file of rank " +
+                    std::to_string(other) +
+                    " of a group of that name, on another host; join it, or, if none of its "
+                    "processes runs any more, remove its files (ferry-door-…)",
+                {.rank = rank, .peer = other});
+  }
+}
+
 void show_card(const GroupConfig& config, fabric::Fabric& fabric) {
   fabric::Lobby* lobby = fabric.lobby();
   if (!fabric.carries_texts() || lobby == nullptr || !lobby->is_open()) return;
@@ -80,7 +109,8 @@ void show_card(const GroupConfig& config, fabric::Fabric& fabric) {
                                    .ticket = opening.ticket,
                                    .text = opening.text,
                                    .invitation = opening.invitation,
-                                   .card = card}};
+                                   .card = card,
+                                   .begun = opening.begun}};
   engine::at_most_for<void>(config.deadline, late_directory(fabric.rank()),
                             [doors, own = std::move(own)] { doors->show(own); });
 }

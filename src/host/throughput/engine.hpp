@@ -259,6 +259,9 @@ std::shared_ptr<const fabric::SharedDoors> shared_doors_of(const GroupConfig& co
                                                            fabric::Fabric& fabric);
 /// Of rank 0, before any rank shows its card: those of earlier groups go.
 void clear_doors(const GroupConfig& config, fabric::Fabric& fabric);
+/// Of a process that begins alone, before and after it shows its card. Throws Error(refused) where
+/// ranks of such a group may run on other hosts.
+void check_only_group(const GroupConfig& config, fabric::Fabric& fabric);
 /// This rank has registered its memory.
 void show_card(const GroupConfig& config, fabric::Fabric& fabric);
 engine::Regroup::Cards shared_cards(std::shared_ptr<const fabric::SharedDoors> doors);

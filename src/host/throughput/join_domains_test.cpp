@@ -112,6 +112,82 @@ INSTANTIATE_TEST_SUITE_P(All, JoinDomains,
                                          Domains{"part", 6, 2, {2, 3, 5}, {3, 5}}),
                          [](const auto& test) { return std::string(test.param.name); });
 
+struct Beginning {
+  const char* name;
+  int ranks;
+  int size;                ///< of a domain
+  std::vector<int> first;  ///< the one that begins, then at once
+  std::vector<int> later;  ///< at once, when those are there
+};
+
+class BeginDomains : public testing::TestWithParam<Beginning> {};
+
+TEST_P(BeginDomains, OneBeginsAndTheOthersComeInAnyOrder) {
+  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  const Beginning& what = GetParam();
+  const GroupConfig config = elastic_domains(what.size, std::string("begin_") + what.name);
+  std::vector<int> first = what.first, all = what.first;
+  all.insert(all.end(), what.later.begin(), what.later.end());
+  const std::vector<int> come = all;
+  std::sort(first.begin(), first.end());
+  std::sort(all.begin(), all.end());
+  std::latch begun(1), there(static_cast<std::ptrdiff_t>(first.size()));
+  std::latch done(static_cast<std::ptrdiff_t>(all.size()));
+  on_ranks(static_cast<int>(come.size()), [&](int thread) {
+    const int rank = come[static_cast<std::size_t>(thread)];
+    std::optional<Group> group;
+    if (thread == 0) {
+      group.emplace(begin(rank, what.ranks, config));
+      EXPECT_EQ(group->view().ranks, std::vector<int>{rank});
+      exchange_among(*group, {rank}, 1);
+      begun.count_down();
+    } else {
+      begun.wait();
+      if (thread >= static_cast<int>(first.size())) there.wait();
+      group.emplace(join(rank, what.ranks, config));
+    }
+    if (thread < static_cast<int>(first.size())) {
+      go_on_until(*group, first);
+      there.arrive_and_wait();
+    }
+    go_on_until(*group, all);
+    EXPECT_EQ(group->view().lost.size(), static_cast<std::size_t>(what.ranks) - all.size());
+    done.arrive_and_wait();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(All, BeginDomains,
+                         testing::Values(Beginning{"alone", 3, 1, {1}, {2, 0}},
+                                         Beginning{"own", 4, 2, {3, 2}, {0, 1}},
+                                         Beginning{"others", 6, 2, {4, 1}, {5, 0, 3}},
+                                         Beginning{"last", 6, 3, {5}, {2, 1, 0, 3}}),
+                         [](const auto& test) { return std::string(test.param.name); });
+
+/// Of whom only the directory tells.
+TEST(BeginDomainsOfHosts, NobodyBeginsBesideAnother) {
+  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  const std::filesystem::path shared =
+      testing::TempDir() + "ferry_begin_" + std::to_string(process_id());
+  std::filesystem::create_directory(shared);
+  GroupConfig config = elastic_domains(1, "beside");
+  config.arbiter = shared;
+  {
+    const Group begun = begin(1, 2, config);
+    const auto files = std::distance(std::filesystem::directory_iterator(shared), {});
+    EXPECT_EQ(files, 2) << "the arbiter's file and a door";
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(shared));
+  // The file of a process that was killed here is taken over; elsewhere it may run.
+  const std::string name = "\"" + config.elastic + "\"";
+  const fabric::SharedDoors doors(shared, name, 0, 2);
+  doors.show({.group = {1, 2}, .there = {.rank = 0, .text = "as it was", .card = {}}});
+  for (const int rank : {0, 1}) {
+    expect_error(ErrorKind::refused, {"rank " + std::to_string(rank), "file of rank 0", "remove"},
+                 [&] { begin(rank, 2, config); });
+  }
+  std::filesystem::remove_all(shared);
+}
+
 /// The former holders were not known to be dead: the processes that come prove it.
 TEST(JoinDomainsOfASplit, TheHalfThatLostComesBack) {
   if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
