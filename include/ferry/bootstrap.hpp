@@ -31,9 +31,12 @@ class Bootstrap {
   /// This machine's address on the way to the other ranks, in numbers; empty: not known, or
   /// loopback. There a rank listens that is not told where (OfiOptions::host).
   virtual std::string own_address() const { return {}; }
-  /// What tells this job from others on this host, also for a process that joins it later: of a TCP
-  /// store its address and port; empty: nothing.
+  /// What tells this job from others on this host, also for a process that joins it later, as
+  /// messages call it: of a TCP store its address and port; empty: nothing.
   virtual std::string job() const { return {}; }
+  /// More of that, which no message shows: of another store what only its clients know. It may wait
+  /// for the store, and throw.
+  virtual std::string job_key() const { return {}; }
   /// This process takes the place of a rank that is lost, in a group that runs: there is nobody to
   /// gather with.
   virtual bool joins() const { return false; }
@@ -83,9 +86,17 @@ TcpOptions tcp_options_from_environment();
 
 /// The caller's own all-gather: a PyTorch process group, mpi4py, anything that is collective.
 using AllGather = std::function<std::vector<std::vector<std::byte>>(std::span<const std::byte>)>;
+/// How processes that come later find the groups of a custom bootstrap (GroupConfig::elastic).
+struct CustomJob {
+  std::string name{};                 ///< as messages call it
+  std::function<std::string()> key{}; /**< the same on all ranks and on those that join; nobody else
+                                           can guess it. Asked when an elastic group is made */
+  bool join = false;                  ///< as TcpOptions::join; `all_gather` is not called
+  bool begin = false;                 ///< as TcpOptions::begin; the same
+};
 /// `own_address`: of this host on the network of the job, where its fabric listens for ranks of
 /// other hosts if FERRY_HOST names none; empty: loopback.
 std::shared_ptr<Bootstrap> custom_bootstrap(int rank, int size, AllGather all_gather,
-                                            std::string own_address = {});
+                                            std::string own_address = {}, CustomJob job = {});
 
 }  // namespace ferry

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ferry import _ferry
 from ferry.arguments import INT32_MAX, describe, flag, instance, integer, refuse, seconds, text
-from ferry.errors import DeadlineExceededError
+from ferry.errors import DeadlineExceededError, SystemCallError
 from ferry.group import Group
 
 TYPE_CHECKING = False
@@ -89,24 +89,44 @@ def from_environment(
 
 
 def from_all_gather(
-    rank: int, size: int, fn: Callable[[bytes], list[bytes]], own_address: str = ""
+    rank: int,
+    size: int,
+    fn: Callable[[bytes], list[bytes]],
+    own_address: str = "",
+    *,
+    job_key: bytes = b"",
+    join: bool = False,
+    begin: bool = False,
 ) -> Bootstrap:
     """The caller's own all-gather: `fn(mine)` is collective and returns the bytes of all ranks in
     rank order. Its deadline and its interruption are its own business.
 
     own_address: of this host on the network of the job, where ranks of other hosts reach it if
         FERRY_HOST names none. Empty: loopback, so all ranks must be on one host.
+    job_key: for groups with `elastic`: what tells the job from others of this user, the same on all
+        ranks and on processes that join. No message shows it.
+    join, begin: as of `tcp`; `fn` is not called.
     """
     if not callable(fn):
         refuse("from_all_gather: fn", f"an object of type {type(fn).__name__}", "a function")
+    if not isinstance(job_key, bytes):
+        refuse("from_all_gather: job_key", f"an object of type {type(job_key).__name__}", "bytes")
     size = integer("from_all_gather: size", size, 1, INT32_MAX)
     rank = integer("from_all_gather: rank", rank, 0, size - 1)
     address = text("from_all_gather: own_address", own_address)
-    return _ferry.from_all_gather(rank, size, fn, address)
+    joins, begins = flag("from_all_gather: join", join), flag("from_all_gather: begin", begin)
+    return _ferry.from_all_gather(rank, size, fn, address, "", lambda: job_key, joins, begins)
 
 
 def from_store(
-    store: Any, rank: int, size: int, *, name: str = "ferry", own_address: str | None = None
+    store: Any,
+    rank: int,
+    size: int,
+    *,
+    name: str = "ferry",
+    own_address: str | None = None,
+    join: bool = False,
+    begin: bool = False,
 ) -> Bootstrap:
     """Ranks that meet in a store: torch's TCPStore, FileStore, HashStore or PrefixStore, an
     `EtcdStore`, or any object with `set(key, bytes)`, `get(key)`, which waits for the key, and
@@ -120,6 +140,10 @@ def from_store(
             others. So a job that starts anew in the same store after a meeting that failed takes
             another name.
         own_address: as of `from_all_gather`; None: from which this host reaches the store.
+        join, begin: as of `tcp`. Groups with `elastic` are found by a random key that the first
+            rank puts into the store. So a process that joins needs the same store, with the same
+            name; where it has ended, or dropped the key (`EtcdStore(ttl=)`), `Group` raises
+            `SystemCallError` or `DeadlineExceededError`, which says so.
     """
     for method in ("set", "get", "add"):
         if not callable(getattr(store, method, None)):
@@ -129,7 +153,10 @@ def from_store(
     rank = integer("from_store: rank", rank, 0, size - 1)
     if own_address is None:
         own_address = address_towards(store)
-    meeting = next_meeting(store, rank, size, text("from_store: name", name))
+    joins, begins = flag("from_store: join", join), flag("from_store: begin", begin)
+    alone = joins or begins
+    text("from_store: name", name)
+    meeting = "" if alone else next_meeting(store, rank, size, name)
     rounds = itertools.count()
 
     def all_gather(mine: bytes) -> list[bytes]:
@@ -137,7 +164,38 @@ def from_store(
         store.set(f"{keys}/{rank}", mine)
         return [_of_peer(store, keys, peer, rank) for peer in range(size)]
 
-    return from_all_gather(rank, size, all_gather, own_address)
+    def job_key() -> bytes:
+        return _job_key(store, f"{name}/{size}/job", rank, joins)
+
+    job = f'the store, name "{name}"'
+    address = text("from_store: own_address", own_address)
+    return _ferry.from_all_gather(rank, size, all_gather, address, job, job_key, joins, begins)
+
+
+def _job_key(store: Any, key: str, rank: int, joins: bool) -> bytes:
+    """Of a job: what the first rank that asked drew, known to whoever can read the store."""
+    try:
+        if not joins and store.add(f"{key}/asked", 1) == 1:
+            store.set(key, os.urandom(16))
+        value = store.get(key)
+    except Exception as error:
+        late = _is_late(error)
+        raise (DeadlineExceededError if late else SystemCallError)(
+            f"from_store: rank {rank} cannot {'join' if joins else 'learn which job this is'}: the "
+            f"store {'has no' if late else 'does not tell the'} key {key!r}, by which the ranks of "
+            f"an elastic group are found: {error}; a process joins by the store in which the group "
+            "was made, with the same name and size; when that has ended, no other process can join",
+            rank=rank,
+            stage="bootstrap: job",
+        ) from error
+    if not isinstance(value, bytes):
+        refuse("from_store: store.get", describe(value), "the bytes that were set")
+    return value
+
+
+def _is_late(error: Exception) -> bool:
+    # Of torch it is RuntimeError or DistStoreError by version and store.
+    return isinstance(error, TimeoutError) or "timeout" in str(error).lower()
 
 
 def next_meeting(store: Any, rank: int, size: int, name: str) -> str:
@@ -150,8 +208,7 @@ def _of_peer(store: Any, keys: str, peer: int, rank: int) -> bytes:
     try:
         value = store.get(f"{keys}/{peer}")
     except Exception as error:
-        # Of torch it is RuntimeError or DistStoreError by version and store.
-        if not isinstance(error, TimeoutError) and "timeout" not in str(error).lower():
+        if not _is_late(error):
             raise
         raise DeadlineExceededError(
             f"from_store: rank {rank} waits for rank {peer}, which has not come: {error}; does it "

@@ -71,14 +71,25 @@ HeldBootstrap tcp(int rank, int size, const std::string& address, std::uint16_t 
   return connect(std::move(options), deadline);
 }
 
-HeldBootstrap from_all_gather(int rank, int size, nb::object fn, const std::string& own_address) {
-  PythonCallable callable(std::move(fn));
-  return HeldBootstrap(custom_bootstrap(
-      rank, size,
-      [callable = std::move(callable), size](std::span<const std::byte> mine) {
-        return call_all_gather(callable, size, mine);
-      },
-      own_address));
+/// `job_key`: returns bytes, from any thread of Python's.
+HeldBootstrap from_all_gather(int rank, int size, nb::object fn, const std::string& own_address,
+                              const std::string& job, nb::object job_key, bool join, bool begin) {
+  PythonCallable callable(std::move(fn)), key(std::move(job_key));
+  return HeldBootstrap(
+      custom_bootstrap(rank, size,
+                       [callable = std::move(callable), size](std::span<const std::byte> mine) {
+                         return call_all_gather(callable, size, mine);
+                       },
+                       own_address,
+                       {.name = job,
+                        .key =
+                            [key = std::move(key)] {
+                              nb::gil_scoped_acquire gil;
+                              const nb::bytes bytes = nb::cast<nb::bytes>(key.get()());
+                              return std::string(bytes.c_str(), bytes.size());
+                            },
+                        .join = join,
+                        .begin = begin}));
 }
 
 nb::list threads(int ranks) {
@@ -143,9 +154,12 @@ void bind_bootstrap(nb::module_& m) {
       [](const HeldGroup& group) { return HeldBootstrap(group_bootstrap(group.get())); },
       nb::arg("group"), nb::sig("def from_group(group: Group) -> Bootstrap"));
   m.def("from_all_gather", &from_all_gather, nb::arg("rank"), nb::arg("size"), nb::arg("fn"),
-        nb::arg("own_address"),
+        nb::arg("own_address"), nb::arg("job"), nb::arg("job_key"), nb::arg("join"),
+        nb::arg("begin"),
         nb::sig("def from_all_gather(rank: int, size: int, fn: "
-                "collections.abc.Callable[[bytes], list[bytes]], own_address: str) -> Bootstrap"));
+                "collections.abc.Callable[[bytes], list[bytes]], own_address: str, job: str, "
+                "job_key: collections.abc.Callable[[], bytes], join: bool, begin: bool) -> "
+                "Bootstrap"));
 }
 
 }  // namespace ferry::python

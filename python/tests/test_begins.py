@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from rank_processes import forks, free_port
-from test_joins import DEVICES
+from test_joins import DEVICES, bootstrap
 
 import ferry
 
@@ -51,16 +51,14 @@ def meet(group: Any, ranks: list[int], step: int, device: str, tired: bool) -> b
     return bool(tired_ones.any())
 
 
-def train(rank: int, port: int, kind: str, begins: bool, dies: float, told: Any, end: Any) -> None:
+def train(rank: int, meets: Any, kind: str, begins: bool, dies: float, told: Any, end: Any) -> None:
     """`dies`: seconds after which this process kills itself, if it has no place by then; 0: not."""
     faulthandler.dump_traceback_later(100)  # where it waits
     where, device = place_of(kind, rank)
     killer = threading.Timer(dies, os.kill, (os.getpid(), signal.SIGKILL))
     if dies:
         killer.start()
-    boot = ferry.tcp(
-        rank=rank, size=RANKS, port=port, secret="a test", begin=begins, join=not begins
-    )
+    boot = bootstrap(meets, rank, RANKS, begin=begins, join=not begins)
     group = ferry.Group(
         boot, experts=2 * RANKS, elastic="begins", deadline=20, memory_bytes=1 << 23, **where
     )
@@ -88,14 +86,14 @@ def train(rank: int, port: int, kind: str, begins: bool, dies: float, told: Any,
 class Job:
     """The processes of one group, by rank."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind, self.port, context = kind, free_port(), forks()
+    def __init__(self, kind: str, meets: Any) -> None:
+        self.kind, self.meets, context = kind, meets, forks()
         self.context, self.told, self.end = context, context.Queue(), context.Event()
         self.processes: dict[int, Any] = {}
         self.views: dict[int, list[int]] = {}
 
     def start(self, rank: int, begins: bool = False, dies: float = 0) -> None:
-        args = (rank, self.port, self.kind, begins, dies, self.told, self.end)
+        args = (rank, self.meets, self.kind, begins, dies, self.told, self.end)
         self.processes[rank] = self.context.Process(target=train, args=args, daemon=True)
         self.views.pop(rank, None)
         self.processes[rank].start()
@@ -104,16 +102,25 @@ class Job:
         self.processes[rank].kill()
         self.processes[rank].join()
 
+    def hear(self) -> None:
+        if self.told._reader.poll(0.1):
+            rank, view = self.told.get()
+            self.views[rank] = view
+
     def await_view(self, ranks: list[int], seconds: float = 60) -> None:
         """Until all of them have that view."""
         end = time.monotonic() + seconds
         while any(self.views.get(rank) != ranks for rank in ranks):
             assert time.monotonic() < end, (ranks, self.views)
-            assert all(self.processes[rank].exitcode is None for rank in ranks)
-            if not self.told._reader.poll(0.1):
-                continue
-            rank, view = self.told.get()
-            self.views[rank] = view
+            codes = [self.processes[rank].exitcode for rank in ranks]
+            assert codes == [None] * len(ranks), (ranks, codes)
+            self.hear()
+
+    def came(self, rank: int) -> bool:
+        """Whether it has a place; it may have died before."""
+        while rank not in self.views and self.processes[rank].exitcode is None:
+            self.hear()
+        return rank in self.views
 
     def finish(self) -> None:
         self.end.set()
@@ -127,13 +134,20 @@ class Job:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("kind", [*DEVICES, "domains"])
-def test_one_begins_and_the_others_come_while_some_die(kind: str) -> None:
+@pytest.mark.parametrize("kind", [*DEVICES, "domains", "store"])
+def test_one_begins_and_the_others_come_while_some_die(kind: str, tmp_path: Any) -> None:
+    if kind == "store":
+        begin_and_kill("cpu", ("file", str(tmp_path / "store")))
+    else:
+        begin_and_kill(kind, ("tcp", free_port()))
+
+
+def begin_and_kill(kind: str, meets: Any) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     choice = random.Random(seed)
     order = choice.sample(range(RANKS), RANKS)
-    job = Job(kind)
+    job = Job(kind, meets)
     try:
         job.start(order[0], begins=True)
         job.await_view(order[:1])
@@ -143,8 +157,7 @@ def test_one_begins_and_the_others_come_while_some_die(kind: str) -> None:
         job.await_view(sorted(order[:3]))
         # The last one dies while it joins, unless it is quick.
         job.start(order[3], dies=choice.uniform(0.001, 0.2))
-        job.processes[order[3]].join(1)
-        if job.processes[order[3]].exitcode is not None:
+        if not job.came(order[3]):
             job.start(order[3])
         job.await_view(list(range(RANKS)))
         victim = choice.randrange(RANKS)  # also the one that has begun

@@ -20,6 +20,7 @@ import pytest
 from rank_processes import free_port
 from rank_threads import run_threads
 from test_from_store import meet
+from test_joins import replace_one
 from test_processes import check_good, environment, finish, start
 
 import ferry
@@ -123,6 +124,12 @@ def test_processes_meet(etcd: str) -> None:
     """
     check_good(finish([start(code, **v) for v in environment(3)]))
     assert any(base64.b64decode(one["key"]).startswith(b"job 7/3/") for one in all_keys(etcd))
+
+
+@pytest.mark.timeout(150)
+def test_a_process_joins_by_etcd(etcd: str) -> None:
+    replace_one("cpu", ("etcd", etcd))
+    assert any(b"/3/job" in base64.b64decode(one["key"]) for one in all_keys(etcd))
 
 
 def test_a_rank_that_does_not_come_is_named(etcd: str) -> None:

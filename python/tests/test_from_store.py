@@ -113,6 +113,76 @@ def test_a_rank_that_does_not_come_is_named(kind: str, tmp_path: Any) -> None:
     assert (caught.value.rank, caught.value.peer) == (0, 1)
 
 
+CONFIG: dict[str, Any] = {"experts": 2, "elastic": "store", "deadline": DEADLINE}
+
+
+def test_one_begins_and_another_joins() -> None:
+    store, begun = DictStore(), threading.Event()
+
+    def rank(number: int) -> None:
+        if number == 1:
+            assert begun.wait(DEADLINE)
+            boot = ferry.from_store(store, 1, 2, join=True)
+            assert (boot.joins, boot.begins) == (True, False)
+            with pytest.raises(ferry.UnsupportedError, match="takes the place of a rank"):
+                boot.all_gather(b"")
+        else:
+            boot = ferry.from_store(store, 0, 2, begin=True)
+        with ferry.Group(boot, memory_bytes=1 << 16, **CONFIG) as group:
+            begun.set()
+            while len(group.view().ranks) < 2:
+                if group.commit(group.view().step + 1):
+                    group.regroup()
+            group.barrier()
+
+    run_threads(2, rank)
+
+
+def test_the_key_is_random_and_no_message_shows_it() -> None:
+    stores, keys = [DictStore(), DictStore()], []
+    for store in stores:  # two jobs of one name do not meet
+        with ferry.Group(ferry.from_store(store, 0, 2, begin=True), **CONFIG):
+            again = ferry.from_store(store, 1, 2, begin=True)
+            with pytest.raises(ferry.RefusedError, match=r'job at the store, name "ferry"') as no:
+                ferry.Group(again, **CONFIG)
+            keys.append(store.keys["ferry/2/job"])
+            assert len(keys[-1]) == 16
+            assert keys[-1].hex() not in str(no.value) and repr(keys[-1])[2:-1] not in str(no.value)
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("kind", ["dict", "file", "tcp"])
+def test_who_joins_is_told_that_the_store_has_ended(kind: str, tmp_path: Any) -> None:
+    if kind == "tcp":
+        server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        store: Any = hasty(dist.TCPStore("127.0.0.1", server.port, None, False))
+        del server
+    else:
+        store = DictStore(1) if kind == "dict" else hasty(dist.FileStore(str(tmp_path / "new"), -1))
+    boot = ferry.from_store(store, 1, 2, join=True)
+    wrong = ferry.SystemCallError if kind == "tcp" else ferry.DeadlineExceededError
+    with pytest.raises(wrong, match=r"rank 1 cannot join: .*no other process can join"):
+        ferry.Group(boot, **CONFIG)
+
+
+def test_a_function_of_the_caller_takes_joiners() -> None:
+    def nobody(mine: bytes) -> list[bytes]:
+        raise AssertionError("nobody is called")
+
+    def boot(rank: int, key: bytes, **how: bool) -> Any:
+        return ferry.from_all_gather(rank, 2, nobody, job_key=key, **how)
+
+    with ferry.Group(boot(0, b"one", begin=True), **CONFIG):
+        other = ferry.Group(boot(0, b"two", begin=True), **CONFIG)
+        with pytest.raises(ferry.RefusedError, match="is in one"):
+            ferry.Group(boot(1, b"one", begin=True), **CONFIG)
+        other.destroy()
+    with pytest.raises(ferry.InvalidArgumentError, match="both join and begin"):
+        boot(0, b"", join=True, begin=True)
+    with pytest.raises(ferry.InvalidArgumentError, match=r"job_key: got .* str"):
+        boot(0, "words")  # type: ignore[arg-type]
+
+
 def test_what_is_no_store_is_refused() -> None:
     with pytest.raises(ferry.InvalidArgumentError, match=r"store: got .*dict without set\(\)"):
         ferry.from_store({}, 0, 1)

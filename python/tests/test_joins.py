@@ -75,7 +75,23 @@ class State:
         return step
 
 
-def train(rank: int, port: int, kind: str, joins: bool, told: Any) -> None:
+def bootstrap(meets: tuple[str, Any], rank: int, size: int, **how: bool) -> Any:
+    """By which the ranks of a job meet: tcp and its port, or a store and where it is."""
+    way, where = meets
+    if way == "tcp":
+        return ferry.tcp(rank=rank, size=size, port=where, secret="a test", **how)
+    import torch.distributed as dist
+
+    if way == "etcd":
+        store: Any = ferry.EtcdStore(where)
+    elif way == "file":
+        store = dist.FileStore(where, -1)
+    else:
+        store = dist.TCPStore("127.0.0.1", where, None, False)
+    return ferry.from_store(store, rank, size, name=f"job of {os.getppid()}", **how)
+
+
+def train(rank: int, meets: tuple[str, Any], kind: str, joins: bool, told: Any) -> None:
     import torch
 
     faulthandler.dump_traceback_later(25)  # where it waits
@@ -85,7 +101,7 @@ def train(rank: int, port: int, kind: str, joins: bool, told: Any) -> None:
         device = torch.device(kind, rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         where = {"backend": "cuda", "device": device.index}
-    boot = ferry.tcp(rank=rank, size=RANKS, port=port, secret="a test", join=joins)
+    boot = bootstrap(meets, rank, RANKS, join=joins)
     group = ferry.Group(
         boot, experts=2 * RANKS, elastic="joins", deadline=20, memory_bytes=1 << 23, **where
     )
@@ -128,11 +144,27 @@ def run_to_an_end(ranks: list[Any], seconds: float = 60) -> list[int | None]:
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("kind", DEVICES)
 def test_a_process_takes_the_place_of_a_rank_that_died(kind: str) -> None:
-    context, port = forks(), free_port()
+    replace_one(kind, ("tcp", free_port()))
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("way", ["file", "torch"])
+def test_by_the_store_in_which_the_ranks_met(way: str, tmp_path: Any) -> None:
+    import torch.distributed as dist
+
+    if way == "file":
+        replace_one("cpu", (way, str(tmp_path / "store")))
+        return
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    replace_one("cpu", (way, store.port))
+
+
+def replace_one(kind: str, meets: tuple[str, Any]) -> None:
+    context = forks()
     told = context.Queue()
 
     def start(rank: int, joins: bool) -> Any:
-        process = context.Process(target=train, args=(rank, port, kind, joins, told), daemon=True)
+        process = context.Process(target=train, args=(rank, meets, kind, joins, told), daemon=True)
         process.start()
         return process
 

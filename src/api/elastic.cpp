@@ -23,9 +23,10 @@
 namespace ferry {
 namespace {
 
-std::string lobby_name(const Bootstrap& bootstrap, const GroupConfig& config) {
-  return "\"" + config.elastic + "\"" +
-         (bootstrap.job().empty() ? std::string() : " of the job at " + bootstrap.job());
+fabric::LobbyName lobby_name(const Bootstrap& bootstrap, const GroupConfig& config) {
+  const std::string job = bootstrap.job();
+  return {"\"" + config.elastic + "\"" + (job.empty() ? job : " of the job at " + job),
+          bootstrap.job_key()};
 }
 
 [[noreturn]] void throw_unsupported(int rank, const std::string& got) {
@@ -74,8 +75,8 @@ Domains take_domains(std::span<const std::byte>& invitation, int rank, int size)
 }
 
 /// By the directory that all hosts share, if there is one.
-fabric::LookElsewhere look_elsewhere(const GroupConfig& config, const std::string& name, int rank,
-                                     int size) {
+fabric::LookElsewhere look_elsewhere(const GroupConfig& config, const fabric::LobbyName& name,
+                                     int rank, int size) {
   if (config.arbiter.empty()) return {};
   const fabric::SharedDoors doors(config.arbiter, name, rank, size);
   const auto find = [doors, rank]() -> std::optional<fabric::FoundElsewhere> {
@@ -140,7 +141,7 @@ std::shared_ptr<Engine> begin_group(const Bootstrap& bootstrap, GroupConfig conf
     throw_unsupported(rank, spell_domains(config, domains.count()) + ", network " +
                                 std::string(name_of(config.network)));
   }
-  const std::string name = lobby_name(bootstrap, config);
+  const fabric::LobbyName name = lobby_name(bootstrap, config);
   const Socket turn = fabric::turn_to_begin(rank, name);
   auto fabric = fabric::begin_shm_fabric(rank, size, name);
   if (several) {
@@ -166,7 +167,7 @@ std::shared_ptr<Engine> join_group(const Bootstrap& bootstrap, GroupConfig confi
                 "the name that the group was made with; one without takes nobody in");
   const std::string text = config_text(config, size);
   const std::uint64_t ticket = fabric::random_key(rank)[0] | fabric::kTicketBit;
-  const std::string name = lobby_name(bootstrap, config);
+  const fabric::LobbyName name = lobby_name(bootstrap, config);
   fabric::Met met = fabric::join_shm_fabric(
       rank, size, name, look_elsewhere(config, name, rank, size), config.deadline, config.on_wait);
   std::unique_ptr<fabric::Fabric> fabric = std::move(met.fabric);

@@ -49,6 +49,27 @@ TEST(CustomBootstrap, LetsTheFunctionsExceptionThrough) {
   EXPECT_THROW(boot->all_gather({}, 1s), std::runtime_error);
 }
 
+TEST(CustomBootstrap, ThoseThatComeLaterAreOfTheSameJob) {
+  const AllGather nobody = [](std::span<const std::byte>) -> Parts { throw 0; };
+  const auto boot = [&](bool join, bool begin) {
+    return custom_bootstrap(
+        1, 3, nobody, "10.0.0.1",
+        {.name = "a\nstore", .key = [] { return "key"; }, .join = join, .begin = begin});
+  };
+  for (const auto& [join, begin] : {std::pair(false, false), {true, false}, {false, true}}) {
+    const auto one = boot(join, begin);
+    EXPECT_EQ(one->joins(), join);
+    EXPECT_EQ(one->begins(), begin);
+    EXPECT_EQ(one->job(), "a store");
+    EXPECT_EQ(one->job_key(), "key");
+    EXPECT_EQ(one->own_address(), "10.0.0.1");
+    EXPECT_EQ(one->rank(), 1);
+    if (!join && !begin) continue;
+    EXPECT_EQ(error_from([&] { one->all_gather({}, 1s); }).kind(), ErrorKind::unsupported);
+  }
+  EXPECT_TRUE(contains(error_from([&] { boot(true, true); }), "both join and begin"));
+}
+
 TEST(CustomBootstrap, RefusesBadArguments) {
   const AllGather echo = [](std::span<const std::byte> mine) {
     return Parts{{mine.begin(), mine.end()}};

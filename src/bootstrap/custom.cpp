@@ -6,20 +6,26 @@
 #include <string>
 #include <utility>
 
+#include "base/text.hpp"
+#include "bootstrap/join.hpp"
+
 namespace ferry {
 namespace {
 
 class CustomBootstrap final : public Bootstrap {
  public:
-  CustomBootstrap(int rank, int size, AllGather all_gather, std::string own_address)
+  CustomBootstrap(int rank, int size, AllGather all_gather, std::string own_address, CustomJob job)
       : rank_(rank),
         size_(size),
         function_(std::move(all_gather)),
-        own_address_(std::move(own_address)) {}
+        own_address_(std::move(own_address)),
+        job_(std::move(job)) {}
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   std::string own_address() const override { return own_address_; }
+  std::string job() const override { return job_.name; }
+  std::string job_key() const override { return job_.key ? job_.key() : std::string(); }
 
   // The deadline is the function's own business: a foreign collective cannot be cut short.
   std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> mine,
@@ -67,13 +73,14 @@ class CustomBootstrap final : public Bootstrap {
   const int size_;
   const AllGather function_;
   const std::string own_address_;
+  const CustomJob job_;
   std::uint64_t calls_ = 0;
 };
 
 }  // namespace
 
 std::shared_ptr<Bootstrap> custom_bootstrap(int rank, int size, AllGather all_gather,
-                                            std::string own_address) {
+                                            std::string own_address, CustomJob job) {
   if (size < 1) {
     throw Error(ErrorKind::invalid_argument,
                 "custom_bootstrap: size is " + std::to_string(size) + ", expected at least 1",
@@ -91,8 +98,13 @@ std::shared_ptr<Bootstrap> custom_bootstrap(int rank, int size, AllGather all_ga
                 "of every rank",
                 {.rank = rank});
   }
+  constexpr std::size_t kMostName = 80;
+  job.name = printable(job.name, kMostName);
+  if (job.join || job.begin) {
+    return bootstrap::lone_bootstrap(rank, size, std::move(job), std::move(own_address));
+  }
   return std::make_shared<CustomBootstrap>(rank, size, std::move(all_gather),
-                                           std::move(own_address));
+                                           std::move(own_address), std::move(job));
 }
 
 }  // namespace ferry

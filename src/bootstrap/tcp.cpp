@@ -6,6 +6,7 @@
 
 #include "base/log.hpp"
 #include "base/process_limits.hpp"
+#include "bootstrap/join.hpp"
 #include "platform/process.hpp"
 
 namespace ferry::bootstrap {
@@ -185,7 +186,14 @@ namespace ferry {
 std::shared_ptr<Bootstrap> tcp_bootstrap(const TcpOptions& options) {
   read_log_level();
   auto made = in_words(options.rank, "tcp_bootstrap", [&]() -> std::shared_ptr<Bootstrap> {
-    if (options.join || options.begin) return bootstrap::lone_bootstrap(options);
+    if (options.join || options.begin) {
+      bootstrap::check(options);
+      return bootstrap::lone_bootstrap(
+          options.rank, options.size,
+          {.name = bootstrap::StoreAddress{options.address, options.port}.text(),
+           .join = options.join,
+           .begin = options.begin});
+    }
     return std::make_shared<bootstrap::TcpBootstrap>(options);
   });
   if (logs(LogLevel::info)) {

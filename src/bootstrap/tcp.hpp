@@ -76,7 +76,4 @@ class TcpBootstrap final : public Bootstrap {
   std::optional<Error> broken_;  // what every further call throws
 };
 
-/// Of a process that takes the place of a lost rank.
-std::shared_ptr<Bootstrap> lone_bootstrap(const TcpOptions& options);
-
 }  // namespace ferry::bootstrap

@@ -26,8 +26,8 @@ std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig
 /// Of a process that takes the place of a lost rank: not collective. Waits until the ranks take it
 /// in. `ticket`: 0: it begins the group alone.
 std::shared_ptr<Engine> make_lone_cuda_engine(const GroupConfig& config,
-                                         std::unique_ptr<fabric::Fabric> fabric,
-                                         std::uint64_t ticket);
+                                              std::unique_ptr<fabric::Fabric> fabric,
+                                              std::uint64_t ticket);
 
 /// How the ranks of one domain meet: collective among them, whatever those of the others do
 /// meanwhile.

@@ -28,8 +28,9 @@ std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig
   refuse_backend(bootstrap.rank(), "Group");
 }
 
-std::shared_ptr<Engine> make_lone_cuda_engine(const GroupConfig&, std::unique_ptr<fabric::Fabric> fabric,
-                                         std::uint64_t) {
+std::shared_ptr<Engine> make_lone_cuda_engine(const GroupConfig&,
+                                              std::unique_ptr<fabric::Fabric> fabric,
+                                              std::uint64_t) {
   refuse_backend(fabric->rank(), "Group");
 }
 

@@ -27,7 +27,8 @@ class SharedDoorsTest : public testing::Test {
              .ticket = ticket,
              .text = "experts=8\n",
              .invitation = {std::byte{3}},
-             .card = {std::byte{4}, std::byte{5}}}};
+             .card = {std::byte{4}, std::byte{5}},
+             .begun = true}};
   }
   std::filesystem::path only_file() const {
     return std::filesystem::directory_iterator(folder_)->path();
@@ -40,13 +41,16 @@ class SharedDoorsTest : public testing::Test {
 TEST_F(SharedDoorsTest, OthersReadWhatARankShows) {
   doors(2).show(door(2, 9));
   EXPECT_TRUE(doors(2).list().empty()) << "its own";
+  EXPECT_EQ(doors(2).list(true).size(), 1u);
   EXPECT_TRUE(doors(1, "another").list().empty());
+  EXPECT_TRUE(SharedDoors(folder_, {"experts", "key"}, 1, 4).list().empty());
   const auto all = doors(1).list();
   ASSERT_EQ(all.size(), 1u);
   EXPECT_EQ(all[0].group, (JobKey{1, 2}));
   EXPECT_EQ(all[0].there.rank, 2);
   EXPECT_EQ(all[0].there.ticket, 9u);
   EXPECT_EQ(all[0].there.text, "experts=8\n");
+  EXPECT_TRUE(all[0].there.begun);
   EXPECT_EQ(all[0].there.invitation, door(2).there.invitation);
   EXPECT_EQ(all[0].there.card, door(2).there.card);
   doors(2).show(door(2, 11));

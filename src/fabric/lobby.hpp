@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace ferry::fabric {
@@ -30,6 +31,14 @@ struct Elsewhere {
   std::vector<std::byte> card{};
 };
 
+/// By what processes find a group. Together they name it; messages show `text` alone.
+struct LobbyName {
+  LobbyName(std::string shown = {}, std::string hidden = {})
+      : text(std::move(shown)), key(std::move(hidden)) {}
+  std::string text;
+  std::string key;
+};
+
 /// Of one thread at a time, like registering and attaching.
 class Lobby {
  public:
@@ -37,7 +46,7 @@ class Lobby {
   /// Whether `open` was called.
   virtual bool is_open() const = 0;
   struct Opening {
-    std::string name{};
+    LobbyName name{};
     std::string text{};
     std::uint64_t ticket = 0;
     std::vector<std::byte> invitation{};

@@ -98,8 +98,8 @@ std::unique_ptr<DeviceMemory> make_device_memory(Bootstrap& bootstrap,
                                                  const DeviceMemoryOptions& options);
 
 /// Of a process that takes the place of a lost rank: not collective; nothing is attached yet.
-/// `card`: of any rank of the group; empty: this process begins it. Throws Error(unsupported) where this process cannot share its
-/// GPU's memory in their way, Error(mismatch).
+/// `card`: of any rank of the group; empty: this process begins it. Throws Error(unsupported) where
+/// this process cannot share its GPU's memory in their way, Error(mismatch).
 std::unique_ptr<DeviceMemory> join_device_memory(int rank, int size,
                                                  const DeviceMemoryOptions& options,
                                                  std::span<const std::byte> card);

@@ -99,7 +99,7 @@ std::optional<SharedDoor> door_in(const std::string& bytes, int rank) {
 
 }  // namespace
 
-SharedDoors::SharedDoors(std::string directory, const std::string& lobby, int rank, int ranks)
+SharedDoors::SharedDoors(std::string directory, const LobbyName& lobby, int rank, int ranks)
     : start_(std::move(directory) + "/ferry-door-" + digits(door_key(lobby)) + "-"),
       rank_(rank),
       ranks_(ranks) {}

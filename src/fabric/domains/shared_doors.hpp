@@ -22,7 +22,7 @@ struct SharedDoor {
 /// other users, or that others may read, are left out: they hold the job's key.
 class SharedDoors {
  public:
-  SharedDoors(std::string directory, const std::string& lobby, int rank, int ranks);
+  SharedDoors(std::string directory, const LobbyName& lobby, int rank, int ranks);
 
   /// Those of earlier groups of that name go.
   void clear() const;

@@ -40,8 +40,9 @@ std::string digits_of(const std::string& name) {
 
 }  // namespace
 
-JobKey door_key(const std::string& lobby) {
+JobKey door_key(const LobbyName& name) {
   JobKey key{0x6665727279, 0x646f6f72};
+  const std::string lobby = name.key.empty() ? name.text : name.text + '\0' + name.key;
   for (std::size_t at = 0; at <= lobby.size(); at += sizeof(std::uint64_t)) {
     std::uint64_t word = 0;
     std::memcpy(&word, lobby.data() + at, std::min(sizeof word, lobby.size() - at));

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "fabric/lobby.hpp"
 #include "fabric/memory.hpp"
 #include "fabric/segment_handle.hpp"
 #include "fabric/segment_table.hpp"
@@ -45,7 +46,7 @@ struct DoorPage {
 };
 
 /// The names of a group's doors follow from this.
-JobKey door_key(const std::string& lobby);
+JobKey door_key(const LobbyName& lobby);
 
 /// This rank's own.
 class OwnDoor {

@@ -238,7 +238,7 @@ void ShmFabric::check_only_group() {
     if (door->page().key == key_ || !begun) continue;
     door_->close();
     throw Error(ErrorKind::refused,
-                "Group: rank " + std::to_string(rank()) + " wants to make " + opening_.name +
+                "Group: rank " + std::to_string(rank()) + " wants to make " + opening_.name.text +
                     (opening_.begun ? "" : " with all ranks") + ", but process " +
                     std::to_string(door->page().owner.pid) + " is in another group of that name" +
                     (opening_.begun ? "" : ", which one process began alone") +
@@ -313,13 +313,13 @@ std::vector<std::optional<ProcessName>> processes_of(const std::vector<Identity>
 
 /// The key of the group that a lobby's doors belong to.
 JobKey key_behind(const std::vector<std::shared_ptr<Door>>& doors, int rank,
-                  const std::string& name) {
+                  const LobbyName& name) {
   for (const auto& door : doors) {
     if (door->page().key == doors.front()->page().key) continue;
     throw Error(ErrorKind::mismatch,
-                "Group: two groups on this host are found under " + name + ": one of process " +
-                    std::to_string(doors.front()->page().owner.pid) + ", one of process " +
-                    std::to_string(door->page().owner.pid) +
+                "Group: two groups on this host are found under " + name.text +
+                    ": one of process " + std::to_string(doors.front()->page().owner.pid) +
+                    ", one of process " + std::to_string(door->page().owner.pid) +
                     "; give each another name (elastic), or another port",
                 {.rank = rank, .peer = door->rank()});
   }
@@ -369,7 +369,7 @@ std::vector<std::optional<ProcessName>> alone(int rank, int size) {
 
 }  // namespace
 
-Socket turn_to_begin(int rank, const std::string& name) {
+Socket turn_to_begin(int rank, const LobbyName& name) {
   if (!user_sockets()) return {};  // nor are there doors
   const std::string object = object_name(door_key(name), {}, 0, 0);
   int error = 0;
@@ -379,18 +379,19 @@ Socket turn_to_begin(int rank, const std::string& name) {
   if (turn) return turn;
   const bool taken = error == EADDRINUSE;
   throw Error(taken ? ErrorKind::refused : ErrorKind::system,
-              "Group: rank " + std::to_string(rank) + " wants to begin " + name + " alone, but " +
+              "Group: rank " + std::to_string(rank) + " wants to begin " + name.text +
+                  " alone, but " +
                   (taken ? "another process begins it at this moment; join it"
                          : "cannot keep others from it: " + error_text(error)),
               {.rank = rank});
 }
 
-std::unique_ptr<Fabric> begin_shm_fabric(int rank, int size, const std::string& name) {
+std::unique_ptr<Fabric> begin_shm_fabric(int rank, int size, const LobbyName& name) {
   remove_orphans();
   const auto doors = Doors(door_key(name), rank, size).list();
   if (!doors.empty()) {
     throw Error(ErrorKind::refused,
-                "Group: rank " + std::to_string(rank) + " wants to begin " + name +
+                "Group: rank " + std::to_string(rank) + " wants to begin " + name.text +
                     " alone, but process " + std::to_string(doors.front()->page().owner.pid) +
                     " is in one of that name, or waits for a place there; join it, or give another "
                     "name (elastic) or port",
@@ -399,7 +400,7 @@ std::unique_ptr<Fabric> begin_shm_fabric(int rank, int size, const std::string& 
   return std::make_unique<ShmFabric>(rank, random_key(rank), alone(rank, size));
 }
 
-Met join_shm_fabric(int rank, int size, const std::string& name, const LookElsewhere& elsewhere,
+Met join_shm_fabric(int rank, int size, const LobbyName& name, const LookElsewhere& elsewhere,
                     std::chrono::nanoseconds deadline, const OnWait& on_wait) {
   remove_orphans();
   const auto ranks = alone(rank, size);
@@ -424,8 +425,8 @@ Met join_shm_fabric(int rank, int size, const std::string& name, const LookElsew
     }
     if (std::chrono::steady_clock::now() >= end) {
       throw Error(ErrorKind::deadline,
-                  "Group: rank " + std::to_string(rank) + " wants to join, but no rank of " + name +
-                      " runs on this host as this user" +
+                  "Group: rank " + std::to_string(rank) + " wants to join, but no rank of " +
+                      name.text + " runs on this host as this user" +
                       (elsewhere ? ", and none shows itself in the arbiter's directory"
                                  : "; ranks of other hosts are found by a directory that all share "
                                    "(arbiter)") +

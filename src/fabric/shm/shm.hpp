@@ -35,11 +35,11 @@ std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, const Domains& dom
 
 /// While a process has it, no other begins a group of that name: until others find its memory.
 /// Throws Error(refused) where another one has it.
-Socket turn_to_begin(int rank, const std::string& name);
+Socket turn_to_begin(int rank, const LobbyName& name);
 
 /// Of a process that begins a group alone: as `join_shm_fabric`, with a group of its own. Throws
 /// Error(refused) where one of that name runs.
-std::unique_ptr<Fabric> begin_shm_fabric(int rank, int size, const std::string& name);
+std::unique_ptr<Fabric> begin_shm_fabric(int rank, int size, const LobbyName& name);
 
 struct Met {
   std::unique_ptr<Fabric> fabric{};
@@ -54,7 +54,7 @@ using LookElsewhere = std::function<std::optional<FoundElsewhere>()>;
 /// Of a process that takes a lost rank's place: not collective. Waits for a rank that is found
 /// under `name` (lobby.hpp) on this host, or else by `elsewhere`; no peer is attached yet, and all
 /// count as ended: `seat` and `vacate` follow. Throws Error(deadline) where there is none.
-Met join_shm_fabric(int rank, int size, const std::string& name, const LookElsewhere& elsewhere,
+Met join_shm_fabric(int rank, int size, const LobbyName& name, const LookElsewhere& elsewhere,
                     std::chrono::nanoseconds deadline, const OnWait& on_wait);
 
 }  // namespace ferry::fabric

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "engine/test_network.hpp"
+#include "fabric/domains/shared_doors.hpp"
 #include "host/throughput/test_joins.hpp"
 #include "platform/process.hpp"
 
@@ -179,7 +180,7 @@ TEST(BeginDomainsOfHosts, NobodyBeginsBesideAnother) {
   EXPECT_TRUE(std::filesystem::is_empty(shared));
   // The file of a process that was killed here is taken over; elsewhere it may run.
   const std::string name = "\"" + config.elastic + "\"";
-  const fabric::SharedDoors doors(shared, name, 0, 2);
+  const ferry::fabric::SharedDoors doors(shared, name, 0, 2);
   doors.show({.group = {1, 2}, .there = {.rank = 0, .text = "as it was", .card = {}}});
   for (const int rank : {0, 1}) {
     expect_error(ErrorKind::refused, {"rank " + std::to_string(rank), "file of rank 0", "remove"},
