@@ -85,7 +85,7 @@ struct Rejoining {
   __device__ bool some_held_up() const {
     const LatencyView& v = p.view;
     for (int r = 0; r < v.group.ranks; ++r) {
-      if (r != v.group.rank && !is_lost(v, r) && was_held_up(v, r)) return true;
+      if (r != v.group.rank && was_held_up(v, r)) return true;
     }
     return false;
   }
@@ -122,7 +122,11 @@ __device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, std::uin
 #pragma unroll 1
   for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kOneBlockThreads) {
     const bool away = absent[r] || !forget_mask_of(at, r, kept);
-    if (!is_lost(v, r)) v.words->masked[r] = away ? kMaskedByHost : 0;
+    if (away) {
+      atomicMax(&v.words->masked[r], kMaskedByHost);  // one that is lost remains so
+    } else {
+      v.words->masked[r] = 0;
+    }
     if (v.alarm != nullptr) store_relaxed(&v.alarm->ranks[r], away ? 1 : 0);
     if (!away &&
         (v.beyond[r / 32] >> r % 32 & 1) != 0) {  // there, the rank that is meant clears it
@@ -149,12 +153,13 @@ __global__ void __launch_bounds__(kOneBlockThreads)
   __shared__ bool absent[kMaxDomain];
   const LatencyView& v = p.view;
   const int ranks = v.group.ranks;
-  std::uint64_t* rounds = &v.words->rounds;
-  Rejoining rejoining{p, load_relaxed(rounds) + 1};
-  const std::uint64_t used = load_relaxed(&v.words->generation);
+#pragma unroll 1
   for (int r = static_cast<int>(threadIdx.x); r < ranks; r += kOneBlockThreads) {
     absent[r] = is_lost(v, r);
   }
+  std::uint64_t* rounds = &v.words->rounds;
+  Rejoining rejoining{p, load_relaxed(rounds) + 1};
+  const std::uint64_t used = load_relaxed(&v.words->generation);
   if (threadIdx.x == 0) latest = rejoining.round;
   for (;;) {
     if (threadIdx.x == 0) newest = used;

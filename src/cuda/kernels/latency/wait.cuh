@@ -62,9 +62,9 @@ __device__ inline bool fail_latency(const LatencyView& v, const LatencyCall& cal
 // Masks.
 
 /// No call has this number: what the host has masked is masked in all of them.
-inline constexpr std::uint32_t kMaskedByHost = 0xffffffff;
+inline constexpr std::uint32_t kMaskedByHost = 0xfffffffe;
 /// Nor this: the rank of the exchange was lost, and stays masked when another process has its seat.
-inline constexpr std::uint32_t kLostRank = 0xfffffffe;
+inline constexpr std::uint32_t kLostRank = 0xffffffff;
 
 __device__ __forceinline__ bool is_lost(const LatencyView& v, int peer) {
   return load_relaxed(&v.words->masked[peer]) == kLostRank;
