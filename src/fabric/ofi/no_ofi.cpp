@@ -32,7 +32,14 @@ std::unique_ptr<Fabric> make_ofi_fabric(Bootstrap& bootstrap, const OfiOptions& 
 
 std::unique_ptr<Fabric> join_ofi_fabric(int rank, int /*size*/, const OfiOptions& /*options*/,
                                         std::span<const std::byte> /*invitation*/,
-                                        std::chrono::nanoseconds /*deadline*/) {
+                                        std::chrono::nanoseconds /*deadline*/,
+                                        const std::string& /*gpu*/) {
+  throw_not_built(rank);
+}
+
+std::unique_ptr<Fabric> begin_ofi_fabric(int rank, int /*size*/, const OfiOptions& /*options*/,
+                                         int /*local*/, std::chrono::nanoseconds /*deadline*/,
+                                         const std::string& /*gpu*/) {
   throw_not_built(rank);
 }
 
