@@ -53,7 +53,7 @@ def run(command: list[str], killed_at: int) -> dict[str, object]:
 
 
 def figures(steps: list[tuple[float, int, int]], killed_at: int) -> str:
-    """What docs/elastic.md says of a run."""
+    """What docs/elastic_figures.md says of a run."""
 
     def rate(some: list[tuple[float, int, int]]) -> float:
         return (some[-1][1] - some[0][1]) / (some[-1][0] - some[0][0])

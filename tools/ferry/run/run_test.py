@@ -458,7 +458,7 @@ class Failure(unittest.TestCase):
 
 
 class Elastic(unittest.TestCase):
-    """The ranks are scripts; ranks that join a group are in tests/hosts and docs/elastic.md."""
+    """The ranks are scripts; tests/hosts and docs/elastic_joins.md have ranks that join a group."""
 
     def test_a_rank_that_fails_is_started_again(self):
         script = (
