@@ -65,9 +65,9 @@ std::vector<TunedCall> tuned_alike(Seat& seat) {
 
 /// `trips` of them until all searches have ended, decided by all ranks alike.
 std::vector<TunedCall> settle(Seat& seat, const std::function<void()>& trip) {
-  constexpr int kMost = 60, kTripsEach = 4;
+  constexpr int kMostTimes = 60, kTripsEach = 4;
   std::vector<TunedCall> calls;
-  for (int i = 0; i < kMost; ++i) {
+  for (int i = 0; i < kMostTimes; ++i) {
     for (int each = 0; each < kTripsEach; ++each) trip();
     calls = tuned_alike(seat);
     const auto settled = [](const TunedCall& one) { return one.settled; };
