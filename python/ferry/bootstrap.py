@@ -101,11 +101,11 @@ def from_all_gather(
     """The caller's own all-gather: `fn(mine)` is collective and returns the bytes of all ranks in
     rank order. Its deadline and its interruption are its own business.
 
-    own_address: of this host on the network of the job, where ranks of other hosts reach it if
-        FERRY_HOST names none. Empty: loopback, so all ranks must be on one host.
-    job_key: for groups with `elastic`: what tells the job from others of this user, the same on all
-        ranks and on processes that join. No message shows it.
-    join, begin: as of `tcp`; `fn` is not called.
+    own_address is of this host on the network of the job, where ranks of other hosts reach it if
+    FERRY_HOST names none. Empty: loopback, so all ranks must be on one host. job_key, for groups
+    with `elastic`, tells the job from others of this user; it is the same on all ranks and on
+    processes that join, and no message shows it. join and begin are as of `tcp`; `fn` is not
+    called.
     """
     if not callable(fn):
         refuse("from_all_gather: fn", f"an object of type {type(fn).__name__}", "a function")
