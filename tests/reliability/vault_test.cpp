@@ -282,6 +282,7 @@ TEST_P(VaultAcrossDomains, HasTheStateOfRanksThatAreKilled) {
             std::raise(SIGKILL);
           }).detach();
           self.put();
+          std::this_thread::sleep_for(10s);  // it is killed here if the put was quicker
         });
   });
   std::vector<int> left;
