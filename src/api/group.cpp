@@ -32,7 +32,7 @@ std::shared_ptr<Engine> make_cuda_group(Bootstrap& bootstrap, const GroupConfig&
   auto fabric = make_wires(bootstrap, config, inside);
   open_lobby(bootstrap, config, inside, *fabric);
   if (inside.domains.count() == 1 || inside.kind == FabricKind::sim) {  // which it refuses itself
-    (void)engine::arbiter_of(config, inside.domains, *fabric);          // as such a group has none
+    (void)engine::arbiter_of(config, inside.domains, *fabric);          // refuses one
     return cuda::make_cuda_engine(bootstrap, config, std::move(fabric));
   }
   DomainBootstrap part(bootstrap, inside.domains);

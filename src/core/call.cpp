@@ -106,8 +106,7 @@ void compare(FirstDifference& first, const PlanTerms& theirs, const PlanTerms& m
           "(placement_digest: 0 without any, 1 with balance)",
           theirs.placement_digest, mine.placement_digest, kNumber,
           "; where experts have an ExpertPlacement, all ranks balance it alike, and a new one "
-          "after "
-          "a process has joined")
+          "after a process has joined")
       .of("topk", theirs.topk, mine.topk, kNumber);
 }
 

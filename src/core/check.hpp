@@ -79,6 +79,11 @@ void check_combine_rows(const ExchangePlan& plan, const std::vector<RowLayout>& 
 /// have one dimension, are as many as the rows.
 void check_combine_weights(const ExchangePlan& plan, const std::vector<RowLayout>& dispatched,
                            const Extents& shape, int topk);
+/// Of a latency exchange that is made: without masks nobody may be missing.
+void check_nobody_lost(const LatencyConfig& config, const std::vector<int>& lost);
+/// Of a call of an exchange without masks that was made in `epoch` of its group.
+void check_nobody_lost_since(std::string_view call, std::uint64_t epoch,
+                             const std::vector<int>& lost);
 void check_formats(std::string_view call, WireFormat format, ScaleFormat scales);
 void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                             const LatencyConfig& config, const LatencyDispatchOptions& options,

@@ -1,8 +1,9 @@
-// The arguments of latency mode's dispatch and combine.
+// The arguments of latency mode, and which ranks its exchanges cannot do without.
 #include <cstdio>
 #include <limits>
 #include <string>
 
+#include "base/text.hpp"
 #include "core/check.hpp"
 #include "core/number/nvfp4.hpp"
 
@@ -42,6 +43,21 @@ void check_nvfp4(const LatencyConfig& config, const LatencyDispatchOptions& opti
 }
 
 }  // namespace
+
+void check_nobody_lost(const LatencyConfig& config, const std::vector<int>& lost) {
+  if (config.masks || lost.empty()) return;
+  refuse("LatencyExchange", "masks", "false, in a group without " + spell_ranks(lost),
+         "true: the places of lost ranks are masked");
+}
+
+void check_nobody_lost_since(std::string_view call, std::uint64_t epoch,
+                             const std::vector<int>& lost) {
+  if (lost.empty()) return;
+  refuse(call, "exchange",
+         "one without masks that was made in epoch " + to_string(epoch) +
+             " of the group and has lost " + spell_ranks(lost),
+         "one that is made anew, with masks = true");
+}
 
 void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                             const LatencyConfig& config, const LatencyDispatchOptions& options,

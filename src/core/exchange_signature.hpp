@@ -5,6 +5,7 @@
 #include "core/call.hpp"
 #include "core/wire_row.hpp"
 #include "ferry/group.hpp"
+#include "ferry/latency.hpp"
 #include "ferry/tensor.hpp"
 
 namespace ferry {
@@ -45,6 +46,20 @@ inline CallSignature combine_signature(const ConstTensorView& rows, int topk,
   call.exchange.order = static_cast<std::uint16_t>(options.order);
   call.exchange.has_weights = options.topk_weights ? 1 : 0;
   call.exchange.plan_number = plan;
+  return call;
+}
+
+/// Of a latency exchange that is made. `valid`: this rank's can be; otherwise peers are told that
+/// it cannot.
+inline CallSignature latency_signature(const LatencyConfig& config, bool valid = true) {
+  CallSignature call;
+  call.kind = CallKind::latency;
+  call.dtype = static_cast<std::uint32_t>(config.dtype);
+  call.elements = valid ? config.hidden : -1;
+  call.latency.capacity = config.capacity;
+  call.latency.topk = static_cast<std::uint32_t>(config.topk);
+  call.latency.has_masks = config.masks ? 1 : 0;
+  call.latency.order = static_cast<std::uint32_t>(config.order);
   return call;
 }
 

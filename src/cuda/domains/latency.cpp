@@ -4,6 +4,7 @@
 #include <optional>
 #include <utility>
 
+#include "core/exchange_signature.hpp"
 #include "cuda/domains/engine.hpp"
 #include "cuda/latency/engine.hpp"
 #include "engine/growth.hpp"

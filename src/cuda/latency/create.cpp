@@ -5,8 +5,8 @@
 #include <string>
 #include <utility>
 
-#include "base/text.hpp"
 #include "core/check.hpp"
+#include "core/exchange_signature.hpp"
 #include "cuda/engine.hpp"
 #include "cuda/latency/engine.hpp"
 #include "cuda/runtime/links.hpp"
@@ -94,16 +94,6 @@ bool carries_ll128_to_all(CudaEngine& engine) {
   return carries_ll128(engine.device().index, gpus);
 }
 
-void check_holes(CudaEngine& engine, const LatencyConfig& config) {
-  std::vector<int> lost;
-  for (int r = 0; r < engine.size(); ++r) {
-    if (!engine.channel().has(r)) lost.push_back(r);
-  }
-  if (lost.empty() || config.masks) return;
-  refuse(kMakeOnGpu, "masks", "false, in a group without " + spell_ranks(lost),
-         "true: the places of lost ranks are masked");
-}
-
 /// All ranks say the same and where their memory is; what they said.
 std::vector<LatencyPlace> open_exchange(Launch& launch, CudaEngine& engine,
                                         LatencyOpenParameters& open) {
@@ -121,18 +111,6 @@ std::vector<LatencyPlace> open_exchange(Launch& launch, CudaEngine& engine,
 
 }  // namespace
 
-CallSignature latency_signature(const LatencyConfig& config, bool valid) {
-  CallSignature call;
-  call.kind = CallKind::latency;
-  call.dtype = static_cast<std::uint32_t>(config.dtype);
-  call.elements = valid ? config.hidden : -1;  // peers are told that this rank's cannot be
-  call.latency.capacity = config.capacity;
-  call.latency.topk = static_cast<std::uint32_t>(config.topk);
-  call.latency.has_masks = config.masks ? 1 : 0;
-  call.latency.order = static_cast<std::uint32_t>(config.order);
-  return call;
-}
-
 std::shared_ptr<CudaLatency> make_cuda_latency(std::shared_ptr<CudaEngine> engine,
                                                const LatencyConfig& config,
                                                const LatencyGroup& group) {
@@ -142,7 +120,7 @@ std::shared_ptr<CudaLatency> make_cuda_latency(std::shared_ptr<CudaEngine> engin
   Launch launch(*engine, kMakeOnGpu, nullptr);
   try {
     parts.memory = make_latency_memory(config, placement.experts, placement.ranks, group.domains);
-    check_holes(*engine, config);
+    check_nobody_lost(config, engine->group_view().lost);
   } catch (const Error& error) {
     invalid = error;
   }

@@ -9,7 +9,6 @@
 #include <string>
 #include <utility>
 
-#include "base/text.hpp"
 #include "core/check.hpp"
 #include "cuda/engine.hpp"
 #include "cuda/runtime/event.hpp"
@@ -97,7 +96,7 @@ LatencyAlarm& CudaLatency::alarm() const {
 }
 
 void CudaLatency::check_evicted(const char* call) const {
-  if (!alarm_) return check_whole(call);
+  if (!alarm_) return check_nobody_lost_since(call, made_in_, lost());
   if (must_rejoin_.load()) {
     throw Error(ErrorKind::evicted,
                 "rank " + to_string(rank()) + ": " + call +
@@ -178,15 +177,6 @@ void CudaLatency::launch_rejoin() {
 std::vector<int> CudaLatency::lost() const {
   const std::scoped_lock lock(mutex_);
   return lost_;
-}
-
-void CudaLatency::check_whole(const char* call) const {
-  const std::vector<int> gone = lost();
-  if (gone.empty()) return;
-  refuse(call, "exchange",
-         "one without masks that was made in epoch " + to_string(made_in_) +
-             " of the group and has lost " + spell_ranks(gone),
-         "one that is made anew, with masks = true");
 }
 
 template <class LaunchKernel>

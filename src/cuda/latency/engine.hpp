@@ -156,7 +156,6 @@ class CudaLatency final : public LatencyEngine,
   /// Throws when another rank goes on without this one, until it has rejoined; without masks, when
   /// a rank of the exchange is lost.
   void check_evicted(const char* call) const;
-  void check_whole(const char* call) const;
   std::vector<int> lost() const;
   /// The ranks that are left go on after this generation, in this epoch of the group.
   void go_on_after(std::uint64_t generation, std::uint64_t epoch);
@@ -220,9 +219,6 @@ class CudaLatency final : public LatencyEngine,
   std::uint64_t dispatches_ = 0;
   std::array<ResultBuffer, 2> results_{};
 };
-
-/// What all ranks must have alike. `valid`: this rank's can be.
-CallSignature latency_signature(const LatencyConfig& config, bool valid);
 
 /// Collective: registers the memory on every rank of the engine. `group`: of other domains, too.
 std::shared_ptr<CudaLatency> make_cuda_latency(std::shared_ptr<CudaEngine> engine,

@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "base/log.hpp"
-#include "base/text.hpp"
 #include "core/check.hpp"
+#include "core/exchange_signature.hpp"
 #include "fabric/segment_table.hpp"
 #include "host/latency/engine.hpp"
 
@@ -42,26 +42,6 @@ namespace {
 constexpr const char* kMake = "LatencyExchange";
 constexpr const char* kConfiguration = "LatencyExchange: configuration";
 constexpr const char* kBuffers = "LatencyExchange: buffers";
-
-StepMessage head_of(const LatencyConfig& config) {
-  StepMessage head;
-  head.call.kind = CallKind::latency;
-  head.call.dtype = static_cast<std::uint32_t>(config.dtype);
-  head.call.elements = config.hidden;
-  head.call.latency.capacity = config.capacity;
-  head.call.latency.topk = static_cast<std::uint32_t>(config.topk);
-  head.call.latency.has_masks = config.masks ? 1 : 0;
-  head.call.latency.order = static_cast<std::uint32_t>(config.order);
-  return head;
-}
-
-/// Without masks nobody may be missing.
-void check_no_rank_lost(const HostEngine& engine) {
-  const std::vector<int> lost = engine.group_view().lost;
-  if (lost.empty()) return;
-  refuse(kMake, "masks", "false, in a group without " + spell_ranks(lost),
-         "true: the places of lost ranks are masked");
-}
 
 /// `mine`: taken up by this rank, or none.
 AddedSegments register_rest(HostEngine& engine, const AgreedExchange& agreed,
@@ -113,13 +93,15 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
   engine->enter(kMake, nullptr, [&] {
     try {
       check_config(config);
-      if (!config.masks) check_no_rank_lost(*engine);
+      check_nobody_lost(config, engine->group_view().lost);
       layout =
           latency_layout(config, engine->placement().experts, engine->size(), engine->domains());
     } catch (const Error& error) {
       invalid = error;
     }
-    engine::agree_on_validity(engine->channel(), kConfiguration, head_of(config), invalid);
+    StepMessage head;
+    head.call = latency_signature(config);
+    engine::agree_on_validity(engine->channel(), kConfiguration, head, invalid);
     made = make(engine, config, layout);
     engine->outlives_epochs(made);
   });

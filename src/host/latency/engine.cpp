@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "base/log.hpp"
-#include "base/text.hpp"
 #include "core/check.hpp"
 
 namespace ferry::host {
@@ -142,11 +141,7 @@ void HostLatency::check_complete(const char* call) {
   for (int peer = 0; peer < ranks(); ++peer) {
     if (!here(peer)) lost.push_back(peer);
   }
-  if (lost.empty()) return;
-  refuse(call, "exchange",
-         "one without masks that was made in epoch " + std::to_string(epoch_) +
-             " of the group and has lost " + spell_ranks(lost),
-         "one that is made anew, with masks = true");
+  check_nobody_lost_since(call, epoch_, lost);
 }
 
 void HostLatency::check_still_joined(const char* call, Generation generation) const {
