@@ -134,16 +134,7 @@ class DecodingRank {
   }
   /// Commits until a process waits for the place of `lost`, and goes on with it.
   void take_in(int lost) {
-    std::uint64_t step = group_.view().step + 1;
-    try {
-      while (!group_.commit(step)) {
-        ++step;
-        std::this_thread::sleep_for(1ms);
-      }
-    } catch (const Error& error) {  // another rank had its answer before, and regroups
-      need(error.kind() == ErrorKind::peer_failed, error.what());
-    }
-    const ferry::GroupView view = group_.regroup();
+    const ferry::GroupView view = regroup_when_one_waits(group_).first;
     need(view.joined == std::vector<int>{lost}, "joined " + spell(view.joined));
   }
 

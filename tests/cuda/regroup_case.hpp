@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engine_graph.hpp"
@@ -53,6 +54,20 @@ inline std::vector<LossTimes*> shared_times(std::size_t count) {
 }
 inline std::int64_t time_now() {
   return std::chrono::steady_clock::now().time_since_epoch().count();
+}
+
+/// Commits until a process waits for a place: the view with it, and the step of the last commit.
+inline std::pair<ferry::GroupView, std::uint64_t> regroup_when_one_waits(Group& group) {
+  std::uint64_t step = group.view().step + 1;
+  try {
+    while (!group.commit(step)) {
+      ++step;
+      std::this_thread::sleep_for(1ms);
+    }
+  } catch (const Error& error) {  // another rank had its answer before, and regroups
+    need(error.kind() == ErrorKind::peer_failed, error.what());
+  }
+  return {group.regroup(), step};
 }
 
 /// Tokens of the ranks that are left alone, to experts of theirs alone.
@@ -140,16 +155,7 @@ class RegroupingRank {
 
   /// Commits until a process waits for the place of `lost`, and goes on with it.
   void take_in(int lost) {
-    std::uint64_t step = group_.view().step + 1;
-    try {
-      while (!group_.commit(step)) {
-        ++step;
-        std::this_thread::sleep_for(1ms);
-      }
-    } catch (const Error& error) {  // another rank had its answer before, and regroups
-      need(error.kind() == ErrorKind::peer_failed, error.what());
-    }
-    const ferry::GroupView view = group_.regroup();
+    const auto [view, step] = regroup_when_one_waits(group_);
     need(view.joined == std::vector<int>{lost} && view.lost.empty() && view.step == step,
          "another view than that of a process that has joined");
     send_new_tokens();
