@@ -88,14 +88,8 @@ DeviceGpus::DeviceGpus(std::shared_ptr<CudaEngine> engine,
   pinned_ = PinnedPool::make(2 * kRooms * kRoom, 1)->take();
   words_ = PinnedPool::make(sizeof(Words), 1)->take();
   new (words_.get()) Words();
-  // Streams of one priority may share queues of the GPU: a caller's stream that waits for a call
-  // would keep back what the call launches.
-  int least = 0, greatest = 0;
-  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
-  for (cudaStream_t* each : {&beside_, &copies_}) {
-    check(cudaStreamCreateWithPriority(each, cudaStreamNonBlocking, greatest),
-          "cudaStreamCreateWithPriority");
-  }
+  // A caller's stream waits for what a call launches on them.
+  for (cudaStream_t* each : {&beside_, &copies_}) *each = make_urgent_stream();
   stream_ = Stream::of_cuda(beside_, device().index);
   apart_ = Stream::of_cuda(copies_, device().index);
   // The process keeps it: so transfers of so many bytes find some while a GPU waits.

@@ -6,6 +6,7 @@
 #include "cuda/domains/engine.hpp"
 #include "cuda/runtime/event.hpp"
 #include "cuda/runtime/stream_wait.hpp"
+#include "cuda/throughput/turn.hpp"
 
 namespace ferry::cuda {
 namespace {
@@ -61,16 +62,10 @@ class DomainEvent final : public Event::State, public GpuPoint {
 DomainCall::DomainCall(DomainEngine& engine, const char* call, Stream* stream)
     : engine_(engine),
       name_(call),
-      turn_(engine.turn_, std::defer_lock),
       blocking_(stream == nullptr),
       stream_(stream == nullptr ? &*engine.own_stream_ : stream) {
-  constexpr auto kPollPeriod = std::chrono::milliseconds(40);
   engine_.check_usable(call);
-  while (!turn_.try_lock_for(kPollPeriod)) {
-    engine_.check_usable(call);
-    if (engine_.config_.on_wait) engine_.config_.on_wait();
-  }
-  engine_.check_usable(call);
+  turn_ = take_turn(engine_.turn_, engine_.config_.on_wait, [&] { engine_.check_usable(call); });
   here_.emplace(engine_.device().index);
   native_ = static_cast<cudaStream_t>(stream_->native());
   if (capture_of(native_).active) {

@@ -11,6 +11,7 @@
 #include "cuda/domains/engine.hpp"
 #include "cuda/runtime/event.hpp"
 #include "cuda/throughput/regroup.hpp"
+#include "cuda/throughput/turn.hpp"
 #include "engine/membership/arbiter_creation.hpp"
 #include "platform/death_watch.hpp"
 
@@ -45,13 +46,9 @@ void DomainEpochChange::fail(const Error& error) {
 }
 
 std::unique_lock<std::timed_mutex> DomainEpochChange::take_turn() {
-  constexpr std::chrono::milliseconds kPollPeriod(40);
-  std::unique_lock turn(engine_.turn_, std::defer_lock);
-  while (!turn.try_lock_for(kPollPeriod)) {
+  auto turn = cuda::take_turn(engine_.turn_, engine_.config_.on_wait, [this] {
     if (engine_.destroyed()) engine_.channel_.check_usable(kRegroup);
-    if (engine_.config_.on_wait) engine_.config_.on_wait();
-  }
-  if (engine_.destroyed()) engine_.channel_.check_usable(kRegroup);
+  });
   if (engine_.exchanges_ == 0) return turn;
   throw Error(ErrorKind::unsupported,
               "regroup: this group, of several domains with backend cuda, has had latency "

@@ -72,6 +72,15 @@ OnDevice::~OnDevice() {
   if (pushed_) fabric::driver().cuCtxPopCurrent(&popped);
 }
 
+cudaStream_t make_urgent_stream() {
+  int least = 0, greatest = 0;
+  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
+        "cudaStreamCreateWithPriority");
+  return stream;
+}
+
 Capture capture_of(cudaStream_t stream) {
   Capture capture;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

@@ -30,6 +30,10 @@ class OnDevice {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+/// On the current device, of the greatest priority: streams of one priority may share a queue of
+/// the GPU, where what is urgent would come behind a kernel that waits for it.
+cudaStream_t make_urgent_stream();
+
 /// The capture that a stream takes part in; `active` false: none.
 struct Capture {
   bool active = false;

@@ -6,6 +6,7 @@
 
 #include "cuda/throughput/call_event.hpp"
 #include "cuda/throughput/engine.hpp"
+#include "cuda/throughput/turn.hpp"
 
 namespace ferry::cuda {
 
@@ -48,19 +49,11 @@ GpuEvent CallRecord::end(EventPool& events) {
 }
 
 Launch::Launch(CudaEngine& engine, const char* call, const Stream* stream, int transfer_with)
-    : engine_(engine),
-      turn_(engine.turn_, std::defer_lock),
-      record_(std::make_shared<CallRecord>()),
-      blocking_(stream == nullptr) {
-  constexpr auto kPollPeriod = std::chrono::milliseconds(40);
+    : engine_(engine), record_(std::make_shared<CallRecord>()), blocking_(stream == nullptr) {
   record_->call = call;
   record_->transfer_with = transfer_with;
   engine_.check_usable(call);
-  while (!turn_.try_lock_for(kPollPeriod)) {
-    engine_.check_usable(call);
-    if (engine_.config_.on_wait) engine_.config_.on_wait();
-  }
-  engine_.check_usable(call);
+  turn_ = take_turn(engine_.turn_, engine_.config_.on_wait, [&] { engine_.check_usable(call); });
   here_.emplace(engine_.device().index);
   stream_ = blocking_ ? engine_.gpu().own().stream : static_cast<cudaStream_t>(stream->native());
   if (!blocking_) capture_ = capture_of(stream_);

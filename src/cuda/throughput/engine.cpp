@@ -16,6 +16,7 @@
 #include "cuda/throughput/exchange.hpp"
 #include "cuda/throughput/gpu_page.hpp"
 #include "cuda/throughput/regroup.hpp"
+#include "cuda/throughput/turn.hpp"
 #include "cuda/throughput/vault.hpp"
 #include "engine/regions.hpp"
 
@@ -78,12 +79,7 @@ CudaEngine::CudaEngine(const GroupConfig& config, Parts parts)
   words_.abort =
       reinterpret_cast<std::uint32_t*>(words_.slot.get() + round_up(sizeof(Failure), kLineBytes));
   staging_ = PinnedPool::make(kWriteBytes + sizeof(PeerWords) + kLineBytes, 1)->take();
-  // Of another priority: streams of one priority may share a queue of the GPU, and these copies
-  // must not come behind a kernel that waits for what they bring.
-  int least = 0, greatest = 0;
-  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
-  check(cudaStreamCreateWithPriority(&aux_, cudaStreamNonBlocking, greatest),
-        "cudaStreamCreateWithPriority");
+  aux_ = make_urgent_stream();
   view_.rank = rank();
   view_.ranks = size();
   view_.control = parts_.control.data;
@@ -391,38 +387,25 @@ bool CudaEngine::commit(std::uint64_t step) {
 }
 
 void CudaEngine::check_can_regroup(const char* call) const {
-  if (engine::Regroup::possible(*parts_.cpu, false)) return;
-  throw Error(ErrorKind::unsupported,
-              std::string(call) + ": at most " + to_string(engine::Regroup::Traits::kSeats) +
-                  " ranks on one host can; this group has " + to_string(size()) + " over " +
-                  fabric_name() + "; make a new group",
-              {rank(), -1, call, 0, 0, 0});
+  engine::Regroup::check_possible(call, *parts_.cpu, false, domains());
 }
 
-std::unique_lock<std::timed_mutex> CudaEngine::take_turn(const std::function<void()>& check) {
-  constexpr auto kPollPeriod = 40ms;
-  std::unique_lock turn(turn_, std::defer_lock);
-  while (!turn.try_lock_for(kPollPeriod)) {
-    check();
-    if (config_.on_wait) config_.on_wait();
-  }
-  return turn;
+std::string CudaEngine::still_runs(const char* call) const {
+  return "rank " + to_string(rank()) + ": " + call + ": work on cuda:" + to_string(device().index) +
+         " did not end within the deadline, so its calls may still run; call " + call + " again";
 }
 
 void CudaEngine::await_calls(const char* call) {
   const OnDevice here(device().index);
   if (drain(config_.deadline)) return;
-  throw Error(
-      ErrorKind::deadline,
-      "rank " + to_string(rank()) + ": " + call + ": work on cuda:" + to_string(device().index) +
-          " did not end within the deadline, so its calls may still run; call " + call + " again",
-      {rank(), rank(), call, channel_.generation(), 0, 0});
+  throw Error(ErrorKind::deadline, still_runs(call),
+              {rank(), rank(), call, channel_.generation(), 0, 0});
 }
 
 std::shared_ptr<VaultEngine> CudaEngine::make_vault(std::size_t version_bytes) {
   check_usable("Vault");
   check_can_regroup("Vault");
-  const auto turn = take_turn([this] { check_usable("Vault"); });
+  const auto turn = take_turn(turn_, config_.on_wait, [this] { check_usable("Vault"); });
   if (!vault_on_gpu_) {
     await_calls("Vault");
     vault_on_gpu_ = std::make_unique<VaultOnGpu>(*this);

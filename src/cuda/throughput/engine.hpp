@@ -215,11 +215,11 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   friend class EpochChange;
   friend class VaultOnGpu;
   void check_can_regroup(const char* call) const;
-  /// Of calls; `check` is asked while another thread has it.
-  std::unique_lock<std::timed_mutex> take_turn(const std::function<void()>& check);
   /// Until all calls on their way have ended; by the thread whose turn it is. Throws
   /// Error(deadline).
   void await_calls(const char* call);
+  /// The words of that error.
+  std::string still_runs(const char* call) const;
   void throw_untold(const char* call);
   /// What calls took that have ended, from here and from the peers.
   void take_times();

@@ -12,6 +12,7 @@
 #include "cuda/throughput/create.hpp"
 #include "cuda/throughput/engine.hpp"
 #include "cuda/throughput/gpu_page.hpp"
+#include "cuda/throughput/turn.hpp"
 #include "engine/membership/aside.hpp"
 #include "fabric/lobby.hpp"
 #include "protocol/device_epoch.hpp"
@@ -37,29 +38,30 @@ void await_device(int device, std::chrono::nanoseconds most, const std::string& 
 
 ferry::GroupView EpochChange::run() {
   engine_.check_can_regroup(kRegroup);
-  const OnDevice here(engine_.device().index);
-  const auto turn = engine_.take_turn([this] {
-    if (engine_.destroyed()) engine_.channel_.check_usable(kRegroup);
-  });
-  end_calls();
-  const std::scoped_lock paused(engine_.watching_);
-  end_flights();
-  go_on(membership().run(engine_.now_.step()));
-  return engine_.now_.get();
+  return change([this] { return membership().run(engine_.now_.step()); });
 }
 
 void EpochChange::run_inside(const Agree& agree) {
+  (void)change([&] {
+    const engine::Epoch next = agree(engine_.channel_.generation());
+    leave_behind(next);
+    engine_.channel_.begin_epoch(next);
+    return next;
+  });
+}
+
+/// `agree`: on the next epoch, when no call of this one runs.
+template <class AgreeOnNext>
+ferry::GroupView EpochChange::change(const AgreeOnNext& agree) {
   const OnDevice here(engine_.device().index);
-  const auto turn = engine_.take_turn([this] {
+  const auto turn = take_turn(engine_.turn_, engine_.config_.on_wait, [this] {
     if (engine_.destroyed()) engine_.channel_.check_usable(kRegroup);
   });
   end_calls();
   const std::scoped_lock paused(engine_.watching_);
   end_flights();
-  const engine::Epoch next = agree(engine_.channel_.generation());
-  leave_behind(next);
-  engine_.channel_.begin_epoch(next);
-  go_on(next);
+  go_on(agree());
+  return engine_.now_.get();
 }
 
 /// What engine::Regroup does where it is asked: those that are not there may still run.
@@ -75,7 +77,7 @@ void EpochChange::leave_behind(const engine::Epoch& next) {
 
 void EpochChange::enter(std::uint64_t ticket) {
   const OnDevice here(engine_.device().index);
-  const auto turn = engine_.take_turn([] {});
+  const std::scoped_lock turn(engine_.turn_);  // nobody else knows this engine
   if (ticket == 0) return go_on(membership().begin_alone());
   find_ranks();
   go_on(membership(ticket).join());
@@ -114,20 +116,14 @@ void EpochChange::find_ranks() {
 
 /// No kernel of this group runs any more, and none begins.
 void EpochChange::end_calls() {
-  const int rank = engine_.rank(), device = engine_.device().index;
   engine::Channel& channel = engine_.channel_;
-  const std::chrono::nanoseconds deadline = engine_.config_.deadline;
-  if (engine_.destroyed()) channel.check_usable(kRegroup);
   channel.stop();
   engine_.words_.raise_abort();
-  const std::string late =
-      "rank " + std::to_string(rank) + ": regroup: work on cuda:" + std::to_string(device) +
-      " did not end within the deadline, so its calls may still run; call regroup again";
-  if (!engine_.drain(deadline)) {
-    throw Error(ErrorKind::deadline, late, {rank, rank, kRegroup, channel.generation(), 0, 0});
-  }
+  engine_.await_calls(kRegroup);
   // Of replays of graphs the group knows nothing.
-  if (engine_.has_graphs_) await_device(device, deadline, late);
+  if (engine_.has_graphs_) {
+    await_device(engine_.device().index, engine_.config_.deadline, engine_.still_runs(kRegroup));
+  }
   if (engine_.words_.failed()) (void)engine_.fatal_error();
   std::uint64_t newest =
       protocol::DeviceEpoch<>::newest_used(engine_.ended_calls(), engine_.calls_);

@@ -27,6 +27,8 @@ class EpochChange {
   void enter(std::uint64_t ticket);
 
  private:
+  template <class AgreeOnNext>
+  ferry::GroupView change(const AgreeOnNext& agree);
   void end_calls();
   void end_flights();
   engine::Regroup& membership(std::uint64_t ticket = 0);

@@ -5,6 +5,7 @@
 #include "base/process_limits.hpp"
 #include "cuda/runtime/event.hpp"
 #include "cuda/throughput/engine.hpp"
+#include "cuda/throughput/turn.hpp"
 #include "engine/vault/staged_copies.hpp"
 
 namespace ferry::cuda {
@@ -21,11 +22,7 @@ VaultOnGpu::VaultOnGpu(CudaEngine& engine)
   for (std::size_t slot = 0; slot < buffers_.size(); ++slot) {
     pieces_[slot] = {buffers_[slot].take(kPieceBytes), kPieceBytes};
   }
-  // Of another priority: see aux_ of the engine.
-  int least = 0, greatest = 0;
-  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
-  check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest),
-        "cudaStreamCreateWithPriority");
+  stream_ = make_urgent_stream();
 }
 
 VaultOnGpu::~VaultOnGpu() {
@@ -66,8 +63,8 @@ void VaultOnGpu::free_held() {
 /// When all calls before have ended: then no peer waits for the monitor to map what it offers, and
 /// this thread has the fabric of the CPUs for itself.
 void VaultOnGpu::in_turn(const char* call, const std::function<void()>& work) {
-  const auto turn = engine_.take_turn([&] { engine_.check_usable(call); });
-  engine_.check_usable(call);
+  const auto turn =
+      take_turn(engine_.turn_, engine_.config_.on_wait, [&] { engine_.check_usable(call); });
   engine_.await_calls(call);
   const std::scoped_lock paused(engine_.watching_);
   engine_.check_usable(call);
