@@ -14,13 +14,22 @@ DEADLINE = 20.0  # seconds; a test that reaches it has failed
 
 def run_threads(size: int, one: Callable[[int], T]) -> list[T]:
     """`one(rank)` on every rank; their results in rank order, or the error that came first."""
+    errors: list[tuple[int, BaseException]] = []
+
+    def noted(rank: int) -> T:
+        try:
+            return one(rank)
+        except BaseException as error:
+            errors.append((rank, error))
+            raise
+
     with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(one, rank) for rank in range(size)]
-    errors = [error for future in futures if (error := future.exception())]
-    # A rank that fails leaves; what the others say about that is not the cause.
-    errors.sort(key=lambda error: isinstance(error, (ferry.PeerLeftError, ferry.PeerFailedError)))
+        futures = [pool.submit(noted, rank) for rank in range(size)]
     if errors:
-        raise errors[0]
+        # A rank that fails leaves; what the others say about that is not the cause.
+        for rank, error in errors:
+            errors[0][1].add_note(f"rank {rank}: {type(error).__name__}: {error}")
+        raise errors[0][1]
     return [future.result() for future in futures]
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,30 +139,31 @@ def test_a_rank_that_does_not_come_is_named(etcd: str) -> None:
     assert caught.value.peer == 1
 
 
-class Answers(http.server.BaseHTTPRequestHandler):
-    said: bytes = b""
-    status = 200
+class Asked(http.server.BaseHTTPRequestHandler):
+    answer: Callable[[socket.socket], None]
 
     def do_POST(self) -> None:
-        self.send_response(self.status)
-        self.end_headers()
-        try:
-            for at in range(0, len(self.said), 1 << 20):
-                self.wfile.write(self.said[at : at + (1 << 20)])
-        except OSError:  # who asks has had enough
-            pass
+        # All of it: who closes with bytes unread resets the connection, and the answer is lost.
+        self.rfile.read(int(self.headers["Content-Length"]))
+        with suppress(OSError):  # who asks has had enough
+            self.answer(self.connection)
 
     def log_message(self, *_: Any) -> None:
         pass
 
 
 @contextmanager
-def server(said: bytes, status: int = 200) -> Iterator[str]:
-    handler = type("These", (Answers,), {"said": said, "status": status})
+def raw_server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The URL of a server that answers a request so, byte by byte."""
+    handler = type("These", (Asked,), {"answer": staticmethod(answer)})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as one:
         threading.Thread(target=one.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{one.server_port}"
         one.shutdown()
+
+
+def server(said: bytes, status: int = 200) -> AbstractContextManager[str]:
+    return raw_server(lambda there: there.sendall(b"HTTP/1.0 %d -\r\n\r\n" % status + said))
 
 
 def kvs(**fields: Any) -> bytes:
@@ -212,20 +213,6 @@ def test_what_is_no_etcd_is_named() -> None:
             ferry.EtcdStore(url, deadline=0.3).get("key")
 
 
-@contextmanager
-def raw_server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """The URL of a server that answers its first connection so, byte by byte."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            there, _ = listener.accept()
-            with there, suppress(OSError):
-                answer(there)
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
 @pytest.mark.parametrize(
     ("begin", "part", "words"),
     [
@@ -238,7 +225,6 @@ def raw_server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 )
 def test_an_answer_that_does_not_end(begin: bytes, part: bytes, words: str) -> None:
     def drip(there: socket.socket) -> None:
-        there.recv(1 << 16)
         there.sendall(begin)
         for _ in range(250):  # five seconds; a header takes 65536 bytes
             there.sendall(part)
@@ -254,7 +240,6 @@ def test_no_redirection_is_followed() -> None:
         place = f"http://127.0.0.1:{other.getsockname()[1]}/"
 
         def redirect(there: socket.socket) -> None:
-            there.recv(1 << 16)
             there.sendall(f"HTTP/1.1 302 Found\r\nLocation: {place}\r\n\r\n".encode())
 
         with raw_server(redirect) as url, pytest.raises(ferry.SystemCallError, match="status 302"):
@@ -262,9 +247,13 @@ def test_no_redirection_is_followed() -> None:
 
 
 def test_an_etcd_that_falls_silent_is_told_from_a_key_that_is_not_there() -> None:
+    answers = [b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"]
+
     def once(there: socket.socket) -> None:
-        there.recv(1 << 16)
-        there.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        if answers:
+            there.sendall(answers.pop())
+        else:
+            time.sleep(5)
 
     with raw_server(once) as url:
         with pytest.raises(ferry.DeadlineExceededError, match="it does not answer after 1 s"):
@@ -289,7 +278,6 @@ def test_arguments_that_cannot_be(call: str, given: tuple[Any, ...], words: str)
 
 def test_an_answer_that_is_no_http() -> None:
     def answer(there: socket.socket) -> None:
-        there.recv(1 << 16)
         there.sendall(b"\0\1\2 hello\r\n\r\n")
 
     with raw_server(answer) as url:

@@ -12,8 +12,8 @@ namespace {
 
 /// A round that has not ended after so long is begun anew.
 constexpr auto kRetryPeriod = std::chrono::milliseconds(250);
-/// A rank that has not looked for so long was stopped itself, or kept from the CPU. Then it blames
-/// nobody for so long.
+/// A rank that has not looked for so long was stopped itself, or kept from the CPU. That time does not
+/// count, and then it blames nobody for so long.
 constexpr auto kPause = std::chrono::milliseconds(100),
                kHeardAgain = std::chrono::milliseconds(500);
 
@@ -86,7 +86,7 @@ void Regroup::check_progress() {
   if (config_.on_wait) config_.on_wait();
   const auto now = Clock::now();
   // The others may not have run either: they must be heard first.
-  if (now - ran_ > kPause) timeout_ = std::max(timeout_, now + kHeardAgain);
+  if (now - ran_ > kPause) timeout_ = std::max(timeout_ + (now - ran_), now + kHeardAgain);
   ran_ = now;
   if (last_chance_) trust_again();
   if (now >= timeout_ && !member_->running()) {

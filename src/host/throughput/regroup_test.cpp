@@ -327,6 +327,24 @@ TEST(Regroup, WhoeverDidNotRunItselfHearsTheOthersBeforeItBlamesThem) {
   });
 }
 
+/// Ranks 0 and 2 are kept from the CPU for a deadline; rank 1 comes a second later.
+TEST(Regroup, TimeInWhichARankDidNotRunCountsAgainstNobody) {
+  const auto bootstraps = thread_bootstrap(3);
+  on_ranks(3, [&](int rank) {
+    bool sleeps = false;
+    GroupConfig config = elastic(1500ms);
+    config.on_wait = [&] {
+      if (std::exchange(sleeps, false)) std::this_thread::sleep_for(1500ms);
+    };
+    Group group(bootstraps[index(rank)], config);
+    group.barrier();
+    sleeps = rank != 1;
+    if (rank == 1) std::this_thread::sleep_for(2500ms);
+    EXPECT_EQ(group.regroup(), (GroupView{2, {0, 1, 2}, {}, 0}));
+    group.barrier();
+  });
+}
+
 /// Rank 1 is kept from the CPU when the deadline of rank 0 is over; rank 2 never comes.
 TEST(Regroup, NobodyGivesUpBecauseARankIsSilentAtThatMoment) {
   const auto bootstraps = thread_bootstrap(3);
