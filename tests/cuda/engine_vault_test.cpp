@@ -1,12 +1,14 @@
 // State on GPUs that outlives its process: a rank is killed, the others have what it put, and so
-// has the process that takes its place. Skips without a GPU.
+// has the process that takes its place. Skips without a GPU; in several domains without libfabric.
 #include <gtest/gtest.h>
 #include <signal.h>
 
 #include <ferry/vault.hpp>
 #include <thread>
 
+#include "engine/test_network.hpp"
 #include "engine_seat.hpp"
+#include "regroup_case.hpp"
 #include "reliability/processes.hpp"
 
 namespace ferry::test {
@@ -78,16 +80,17 @@ class Weights {
 
 class VaultRank {
  public:
-  explicit VaultRank(Bootstrap& bootstrap)
+  /// `domain_size`: 0: one domain, which processes may join.
+  explicit VaultRank(Bootstrap& bootstrap, int domain_size = 0)
       : device_(take_gpu(bootstrap)),
-        group_(borrowed(bootstrap), config()),
+        group_(borrowed(bootstrap), config(domain_size)),
         weights_(device_),
         vault_(group_, Vault::bytes_of(weights_.parts(0))) {}
 
   Group& group() { return group_; }
   /// The step that all have, and all of its state, whichever of `keys` there are.
   std::uint64_t recover(const std::vector<std::int64_t>& keys) {
-    const auto step = vault_.recover();
+    const auto step = vault_.recover(keys);
     need(step.has_value(), "no version is there");
     need(vault_.keys() == keys, "other keys than " + std::to_string(keys.size()) + ": " +
                                     std::to_string(vault_.keys().size()));
@@ -124,9 +127,14 @@ class VaultRank {
   }
 
  private:
-  static GroupConfig config() {
+  static GroupConfig config(int domain_size) {
     GroupConfig config = config_for({.experts = 2 * kVaultRanks});
-    config.elastic = "vault";
+    if (domain_size == 0) {
+      config.elastic = "vault";
+    } else {
+      config.domain_size = domain_size;
+      config.network = FabricKind::ofi;
+    }
     return config;
   }
   void put(std::uint64_t step) {
@@ -187,6 +195,29 @@ TEST_F(EngineRegroupVault, StateOfAKilledRankIsThereForTheOthersAndForItsSuccess
   for (int rank = 0; rank < kVaultRanks; ++rank) {
     EXPECT_EQ(ranks.line(rank, 100), "done") << "rank " << rank;
   }
+}
+
+/// Its keeper is in another domain, and so are some who want what it had.
+TEST_F(EngineRegroupVault, StateOfAKilledRankIsThereForTheOthersOfSeveralDomains) {
+  const auto network =  // in a process of its own: this one must not call CUDA
+      run_ranks(1, 1, [](Bootstrap&) { need(engine::test::has_network(), "no libfabric"); });
+  if (!network.empty()) GTEST_SKIP() << network.front();
+  const auto problems = run_losses(
+      kVaultRanks, {kKilled},
+      [](Bootstrap& bootstrap) {
+        VaultRank rank(bootstrap, 2);
+        rank.begin();
+        for (std::uint64_t step = 1; step <= 3; ++step) (void)rank.step_to(step);
+        rank.group().barrier();
+        if (bootstrap.rank() == kKilled) raise(SIGKILL);
+        rank.lose(kKilled);
+        need(rank.recover({0, 1, 2, 3}) == 3, "another step after the loss");
+        for (std::uint64_t step = 4; step <= 5; ++step) (void)rank.step_to(step);
+        need(rank.recover({0, 2, 3}) == 5, "another step of those that are left");
+        rank.group().barrier();
+      },
+      150);
+  for (const std::string& problem : problems) ADD_FAILURE() << problem;
 }
 
 TEST_F(EngineRegroupVault, WhatCannotBeIsRefused) {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "cuda/domains/regroup.hpp"
+#include "cuda/domains/vault.hpp"
 #include "cuda/runtime/event.hpp"
 #include "engine/agreement.hpp"
 #include "engine/gather.hpp"
@@ -234,6 +235,17 @@ Tensor DomainEngine::empty(const Extents& shape, Dtype dtype) {
   return inside().empty(shape, dtype);
 }
 
+std::shared_ptr<VaultEngine> DomainEngine::make_vault(std::size_t version_bytes) {
+  constexpr const char* kVault = "Vault";
+  engine::Regroup::check_possible(kVault, *parts_.memory, carrier_ != nullptr, domains());
+  const DomainCall call(*this, kVault, nullptr);
+  if (!vault_group_) {
+    poll([&] { return !last_ || is_done(last_); }, config_.deadline, config_.on_wait);
+    vault_group_ = std::make_unique<DomainVault>(*this);
+  }
+  return vault_.open(*vault_group_, version_bytes);
+}
+
 void DomainEngine::meet_inside(const char* call) {
   try {
     inside().barrier();
@@ -296,8 +308,9 @@ MemoryStats DomainEngine::memory() const {
   MemoryStats use = inside().memory();
   constexpr std::size_t kSpare = 4096;
   use.control_bytes += parts_.control.bytes + kSpare;
-  use.arena_bytes += staging_.bytes();
-  use.arena_used_bytes += staging_.bytes();
+  const engine::Arena& shared = parts_.memory->arena;  // of a vault
+  use.arena_bytes += staging_.bytes() + shared.total_bytes();
+  use.arena_used_bytes += staging_.bytes() + shared.used_bytes();
   use.latency_bytes += latency_bytes_.load(std::memory_order_relaxed);
   return use;
 }

@@ -31,11 +31,13 @@
 #include "engine/membership/current_view.hpp"
 #include "engine/membership/regroup.hpp"
 #include "engine/proxy.hpp"
+#include "engine/vault/vault.hpp"
 
 namespace ferry::cuda {
 
 class DomainCall;
 class DomainEngine;
+class DomainVault;
 
 /// Commands that may lie in the ring: 128 KiB of pinned memory, and chunks of half a gigabyte.
 inline constexpr std::uint64_t kRingSlots = 2048;
@@ -121,6 +123,7 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   void record_stream(const void* pointer, const Stream& stream) override {
     inside().record_stream(pointer, stream);
   }
+  std::shared_ptr<VaultEngine> make_vault(std::size_t version_bytes) override;
   void barrier() override;
   std::vector<std::vector<std::byte>> gather(std::span<const std::byte> mine) override;
   ferry::GroupView group_view() const override { return now_.get(); }
@@ -154,6 +157,7 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   friend class DomainDispatch;
   friend class DomainCombine;
   friend class DomainEpochChange;
+  friend class DomainVault;
 
   void fail(const char* call, const Error& error);
   Error told(const char* stage, const Error& thrown);
@@ -214,6 +218,8 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   std::uint64_t portions_ = 0;  // that came, or will; of this epoch, as the next two
   std::uint64_t commands_ = 0;  // made so far
   std::uint64_t plans_ = 0;
+  std::unique_ptr<DomainVault> vault_group_;  // of `vault_`
+  engine::GroupVault vault_{};
   std::atomic<bool> leaving_{false};
 };
 

@@ -12,8 +12,8 @@ namespace {
 
 /// A round that has not ended after so long is begun anew.
 constexpr auto kRetryPeriod = std::chrono::milliseconds(250);
-/// A rank that has not looked for so long was stopped itself, or kept from the CPU. That time does not
-/// count, and then it blames nobody for so long.
+/// A rank that has not looked for so long was stopped itself, or kept from the CPU. That time does
+/// not count, and then it blames nobody for so long.
 constexpr auto kPause = std::chrono::milliseconds(100),
                kHeardAgain = std::chrono::milliseconds(500);
 

@@ -44,12 +44,9 @@ class Beside final : public VaultGroup, public std::enable_shared_from_this<Besi
   const std::shared_ptr<Memory>& shared_memory() const override { return memory_; }
   int domains() const override { return 1; }
   const Domains& topology() const override { return topology_; }
-  const CurrentView& now() const override { return now_; }
-  void go_on_from(std::uint64_t step) override { now_.commit(step); }
+  CurrentView& now() override { return now_; }
+  Regroup* membership_if_changed() override { return regroup_.get(); }
   void in_turn(const char* /*call*/, const std::function<void()>& work) override { work(); }
-  void free_held() override {
-    if (regroup_) regroup_->free_held();
-  }
   Device device() const override { return kDevice; }
   void copy(std::span<const DeviceCopy> copies, const Stream* /*stream*/) override {
     LateWire wire;

@@ -11,6 +11,7 @@
 #include "engine/agreement.hpp"
 #include "engine/channel.hpp"
 #include "engine/membership/current_view.hpp"
+#include "engine/membership/regroup.hpp"
 #include "engine/memory.hpp"
 #include "ferry/stream.hpp"
 #include "ferry/tensor.hpp"
@@ -38,18 +39,21 @@ class VaultGroup {
   virtual int domains() const = 0;
   /// The domains of the ranks of this epoch.
   virtual const Domains& topology() const = 0;
-  virtual const CurrentView& now() const = 0;
-  /// All ranks have the state of this step again: by the thread whose turn it is.
-  virtual void go_on_from(std::uint64_t step) = 0;
+  virtual CurrentView& now() = 0;
+  /// By the thread whose turn it is; null: the membership was never changed.
+  virtual Regroup* membership_if_changed() = 0;
   /// Runs `work` in the order of this rank's calls. Whatever it throws fails the group, unless it
   /// said `all_ranks_throw`.
   virtual void in_turn(const char* call, const std::function<void()>& work) = 0;
-  /// Before memory grows: see Room.
-  virtual void free_held() = 0;
   /// Where the caller's tensors may lie beside CPU memory; the CPU: nowhere else.
   virtual Device device() const { return {}; }
   /// Makes these copies after what is on `stream` (null: at once); they have ended on return.
   virtual void copy(std::span<const DeviceCopy> /*copies*/, const Stream* /*stream*/) {}
+
+  /// All ranks have the state of this step again: by the thread whose turn it is.
+  void go_on_from(std::uint64_t step);
+  /// Before memory grows: see Room.
+  void free_held();
 };
 
 }  // namespace ferry::engine

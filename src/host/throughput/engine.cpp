@@ -218,12 +218,6 @@ bool HostEngine::wants_regroup(int peer) const {
   return said.epoch == epoch() && said.stopped != 0;
 }
 
-void HostEngine::go_on_from(std::uint64_t step) {
-  if (channel_.joined_at(rank()) != 0) channel_.say_joined(0);  // it has state now
-  if (regroup_) regroup_->forget_joined();
-  now_.commit(step);
-}
-
 std::shared_ptr<VaultEngine> HostEngine::make_vault(std::size_t version_bytes) {
   channel_.check_usable("Vault");
   check_can_regroup("Vault");

@@ -148,13 +148,10 @@ class HostEngine final : public Engine,
   /// Of a process that takes a lost rank's place, at once after creation: waits until it is in.
   void join(std::uint64_t ticket);
   std::shared_ptr<void> kept() override { return shared_from_this(); }
-  const engine::CurrentView& now() const override { return now_; }
-  void go_on_from(std::uint64_t step) override;
+  engine::CurrentView& now() override { return now_; }
+  engine::Regroup* membership_if_changed() override { return regroup_.get(); }
   void in_turn(const char* call, const std::function<void()>& work) override {
     enter(call, nullptr, work);
-  }
-  void free_held() override {
-    if (regroup_) regroup_->free_held();
   }
   /// Throws Error(unsupported) when ranks were lost.
   void check_whole(const char* call) const { now_.check_whole(call); }
