@@ -9,6 +9,9 @@
 // - answer: with offers of all whom it does not suspect the leader accepts a view in its round: the
 //   one that was accepted in the newest round, otherwise a new one. Who hears of it accepts it too;
 // - commit: a view that a quorum accepted in one round is the view of the next epoch.
+// - going on: a member of that epoch that has not begun to use it minds no statement of it, unless
+//   that suspects somebody: others may be back already, and want another change. So each member
+//   goes on in each epoch that loses nobody.
 // An agreement among all who are left, without rounds that build on each other, would not do: a
 // rank may have heard all answers and committed, and then die or be cut off, while the others,
 // who did not, agree on something else under the same epoch.
@@ -83,11 +86,21 @@ class Membership {
     mine().step = step;
   }
 
+  /// It uses the epoch of its view, and minds what others say of it from now on.
+  constexpr void went_on() {
+    if (standing_ != Standing::kMember || used_ == view().epoch) return;
+    used_ = view().epoch;
+    for (int s = view().live.next(); s >= 0; s = view().live.next(s + 1)) {
+      if (s != self_ && of_epoch(s)) mind(heard_[s]);
+    }
+    take_in_joiners();
+  }
   /// A change is wanted: stops, and tells the others.
   constexpr void stop() {
     if (standing_ != Standing::kMember || mine().stopped != 0) return;
     mine().stopped = 1;
     changed();
+    went_on();
     advance();
   }
   /// The seat is dying, late, or cut off. A waiting joiner is forgotten. `suspect(self)`: this rank
@@ -150,8 +163,8 @@ class Membership {
     if (heard_[seat].epoch == said.epoch && heard_[seat].number >= said.number) return;
     heard_[seat] = said;
     trust(seat);
-    take(said);
-    if (said.stopped != 0) stop();
+    if (!listens() && said.suspects.empty()) return;
+    mind(said);
     take_in_joiners();
     advance();
   }
@@ -213,6 +226,7 @@ class Membership {
     Membership rank(self, arbiter);
     rank.standing_ = Standing::kMember;
     rank.mine().epoch = epoch;
+    rank.used_ = epoch;
     rank.mine().view.epoch = epoch;
     rank.mine().view.generation = 1;
     rank.mine().view.live = seats;
@@ -228,6 +242,9 @@ class Membership {
   constexpr void changed() { ++mine().number; }
   constexpr bool stopped_member() const {
     return standing_ == Standing::kMember && statement().stopped != 0;
+  }
+  constexpr bool listens() const {
+    return standing_ == Standing::kMember && (used_ == statement().epoch || !Traits::kGoesOn);
   }
   constexpr bool of_epoch(int seat) const { return heard_[seat].epoch == statement().epoch; }
   /// In the view, not suspected and not dead, as far as this rank knows.
@@ -314,7 +331,7 @@ class Membership {
   /// The leader stops for a joiner as soon as nobody has its seat in quarantine. Another rank, or
   /// earlier, might begin an agreement that leaves it out.
   constexpr void take_in_joiners() {
-    if (standing_ != Standing::kMember || statement().stopped != 0 || !leads()) return;
+    if (!listens() || statement().stopped != 0 || !leads()) return;
     for (int s = 0; s < kSeats; ++s) {
       if (s == self_ || !may_join(s)) continue;
       bool free = true;
@@ -325,6 +342,10 @@ class Membership {
     }
   }
 
+  constexpr void mind(const Said& said) {
+    take(said);
+    if (said.stopped != 0) stop();
+  }
   /// The rules of an acceptor: no round older than its promise.
   constexpr void take(const Said& said) {
     Said& own = mine();
@@ -438,6 +459,7 @@ class Membership {
   int self_;
   int arbiter_exists_;
   Standing standing_ = Standing::kJoining;
+  Epoch used_ = 0;      // the newest in which this rank went on
   Epoch asked_ = 0;     // of a joiner: the newest in which it found its seat free
   Seats dead_;          // of the view, proven
   Said heard_[kSeats];  // the newest of each seat; the own one is what this rank says

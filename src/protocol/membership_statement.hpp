@@ -27,6 +27,7 @@ struct MembershipTraits {
   static constexpr bool kOffered = true;
   static constexpr bool kEpochs = true;
   static constexpr bool kNextLeader = true;
+  static constexpr bool kGoesOn = true;
   static constexpr bool kArbiterPromises = true;
   /// `votes` of `seats`, each seat two; an arbiter has one.
   static constexpr bool majority(int votes, int seats) { return votes > seats; }

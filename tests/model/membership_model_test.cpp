@@ -52,6 +52,14 @@ TEST(MembershipModel, IsSound) {
   expect_sound("1 begins alone, 1 joins, 1 death", {.ranks = 1, .deaths = 1, .joins = 1});
   expect_sound("1 begins alone, 1 joins, 1 late", {.ranks = 1, .late = 1, .joins = 1});
   expect_sound("4 ranks, 1 late, arbiter", {.ranks = 4, .late = 1, .delays = 0, .arbiter = true});
+  expect_sound("2 ranks, 3 regroups", {.ranks = 2, .regroups = 3, .goes_on = true});
+  expect_sound("3 ranks, 2 regroups", {.regroups = 2, .goes_on = true});
+  expect_sound("2 ranks, 1 regroup, 1 death",
+               {.ranks = 2, .deaths = 1, .generations = 1, .regroups = 1, .goes_on = true});
+  expect_sound("3 ranks, 1 regroup, 1 late",
+               {.late = 1, .delays = 0, .regroups = 1, .goes_on = true});
+  expect_sound("1 begins alone, 1 joins, 2 regroups",
+               {.ranks = 1, .regroups = 2, .goes_on = true, .joins = 1});
 }
 
 TEST(MembershipModel, IsSoundOnRandomWalks) {
@@ -61,6 +69,8 @@ TEST(MembershipModel, IsSoundOnRandomWalks) {
                      .cuts = 1,
                      .retries = 2,
                      .generations = 2,
+                     .regroups = 2,
+                     .goes_on = true,
                      .joins = 0,
                      .gives_up = true,
                      .closes = true,
@@ -127,6 +137,9 @@ struct NoEpochs : SmallTraits {
 struct OneLeader : SmallTraits {
   static constexpr bool kNextLeader = false;
 };
+struct StopsAtOnce : SmallTraits {
+  static constexpr bool kGoesOn = false;
+};
 struct ForgetfulArbiter : SmallTraits {
   static constexpr bool kArbiterPromises = false;
 };
@@ -156,6 +169,9 @@ TEST(MembershipModel, MutantsAreCaught) {
   expect_caught<NoEpochs>("statements of any epoch", kStuck, {.late = 1, .agreeing = true});
   expect_caught<OneLeader>("one leader for ever", kStuck,
                            {.deaths = 1, .delays = 0, .agreeing = true});
+  expect_caught<StopsAtOnce>("stops before it has gone on",
+                             "a rank was passed over, though nobody was lost",
+                             {.ranks = 2, .regroups = 2, .goes_on = true});
   expect_caught<ForgetfulArbiter>(
       "the arbiter promises nothing", kTwoViews,
       {.ranks = 2, .late = 2, .delays = 2, .agreeing = true, .arbiter = true});

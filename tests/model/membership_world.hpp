@@ -35,6 +35,8 @@ struct MembershipCase {
   std::uint64_t retries = 0;
   std::uint64_t delays = 1;       ///< statements that others overtake
   std::uint64_t generations = 0;  ///< of each epoch
+  std::uint64_t regroups = 0;     ///< stops of ranks that suspect nobody
+  bool goes_on = false;           ///< at any moment after a commit, not at once
   bool agreeing = false;          ///< rank 0 has begun a round
   int joins = -1;                 ///< a process that wants this seat
   bool arbiter = false;
@@ -91,6 +93,7 @@ class MembershipWorld {
     Rank rank = Rank::joiner(0, kTicket);
     Said said;  // published
     std::uint64_t alive = 0;
+    std::uint64_t used = 0;  // the newest epoch in which it went on
     std::uint64_t generation = 0, step = 0;
     std::uint64_t granted = 0;   // processes that could write to its memory
     std::uint64_t released = 0;  // those that it knows cannot any more
@@ -100,7 +103,7 @@ class MembershipWorld {
     std::array<std::array<Channel, kProcesses>, kProcesses> channels;
     std::array<View, kEpochs> decided;
     std::uint64_t cut = 0;  // bit from * kProcesses + to
-    std::uint64_t deaths = 0, late = 0, cuts = 0, retries = 0, delays = 0;
+    std::uint64_t deaths = 0, late = 0, cuts = 0, retries = 0, delays = 0, regroups = 0;
     std::array<std::uint64_t, kProcesses * kProcesses> queue{};  // from * kProcesses + to
     std::uint64_t queued = 0;
     std::uint64_t joined = 0;  // the epoch in which the joiner came in
@@ -131,6 +134,7 @@ class MembershipWorld {
       Process& mine = s.processes[at(p)];
       mine.rank = p < case_.ranks ? founder(p) : Rank::joiner(case_.joins, kTicket, case_.arbiter);
       mine.alive = 1;
+      mine.used = mine.rank.view().epoch;
       mine.granted = p < case_.ranks ? (1u << case_.ranks) - 1 : 0;
     }
     for (int p = 0; p < count(); ++p) publish(s, p);
@@ -239,12 +243,18 @@ class MembershipWorld {
       if (steps > 0 && mine.generation < old.generation + steps - 1) {
         fail("a step was committed that a survivor has not computed");
       }
+      if (mine.used + 1 < view.epoch && s.deaths + s.late + s.cuts == 0) {
+        fail("a rank was passed over, though nobody was lost");
+      }
     }
     mine.generation = view.generation - 1;
     mine.step = view.step;
     for (int other = view.live.next(); other >= 0; other = view.live.next(other + 1)) {
       mine.granted |= 1ull << occupant(s, other, view.epoch);
     }
+    if (case_.goes_on) return;
+    mine.used = view.epoch;
+    mine.rank.went_on();
   }
   void expect_quorum(const State& s, const View& view, const View& old) {
     int alive = old.live.count();
@@ -322,6 +332,27 @@ class MembershipWorld {
     follow_up(s, p, before, 0);
     return true;
   }
+  bool go_on(State& s, int p) {
+    Process& mine = s.processes[at(p)];
+    if (!active(s, p) || mine.rank.standing() != Standing::kMember) return false;
+    if (mine.used == mine.rank.view().epoch) return false;
+    const Process before = mine;
+    mine.used = mine.rank.view().epoch;
+    mine.rank.went_on();
+    follow_up(s, p, before, 0);
+    return true;
+  }
+  /// Of a rank that goes on with all others.
+  bool regroup(State& s, int p) {
+    Process& mine = s.processes[at(p)];
+    if (!active(s, p) || s.regroups >= case_.regroups || !mine.rank.running()) return false;
+    if (mine.used != mine.rank.view().epoch) return false;
+    const Process before = mine;
+    ++s.regroups;
+    mine.rank.stop();
+    follow_up(s, p, before, 0);
+    return true;
+  }
   bool trust(State& s, int p, int q) {
     if (p == q || !active(s, p)) return false;
     const Process before = s.processes[at(p)];
@@ -337,6 +368,7 @@ class MembershipWorld {
     if (other.alive != 0 || is_cut(s, q, p) || (mine.released >> q & 1) != 0) return false;
     const std::uint64_t epoch = mine.rank.view().epoch;
     if (occupant(s, seat(q), epoch) != q) return false;
+    if (q >= case_.ranks && (s.joined == 0 || epoch < s.joined)) return false;  // it had no seat
     const Process before = mine;
     drop(s, q, p);
     mine.rank.hear(seat(q), other.said);
@@ -437,7 +469,7 @@ class MembershipWorld {
     return true;
   }
 
-  static constexpr int kKinds = 15;
+  static constexpr int kKinds = 17;
   int events() const { return kKinds * kProcesses * kProcesses; }
   /// False: it cannot happen, or changes nothing.
   bool apply(State& s, int event) {
@@ -465,6 +497,8 @@ class MembershipWorld {
       case 11: return use(s, p);
       case 12: return commit(s, p);
       case 13: return knock(s, p);
+      case 14: return go_on(s, p);
+      case 15: return regroup(s, p);
       default: return p == 0 && delay(s);
     }
   }
@@ -482,7 +516,9 @@ class MembershipWorld {
     if (kind == 9) return case_.gives_up;
     if (kind == 10) return s.deaths < case_.deaths;
     if (kind == 13) return case_.knocks;
-    return kind == 3 || kind == 14 || case_.generations > 0;
+    if (kind == 14) return case_.goes_on;
+    if (kind == 15) return s.regroups < case_.regroups;
+    return kind == 3 || kind == 16 || case_.generations > 0;
   }
   void forget_those_gone(State& s) {
     for (int to = 0; to < count(); ++to) {
@@ -505,6 +541,8 @@ class MembershipWorld {
                                          "uses a generation",
                                          "commits a step",
                                          "has it from who joins that the former one has ended",
+                                         "goes on",
+                                         "calls regroup",
                                          "the next statement is late"};
     const int kind = event / (kProcesses * kProcesses);
     const int p = event / kProcesses % kProcesses, q = event % kProcesses;
@@ -517,10 +555,10 @@ class MembershipWorld {
   void expect_progress(const State& from) {
     State s = from;
     healing_ = true;
-    go_on(s);
+    heal(s);
     healing_ = false;
   }
-  void go_on(State& s) {
+  void heal(State& s) {
     s.cut = 0;
     s.deaths = case_.deaths;
     for (int p = 0; p < count(); ++p) {
@@ -537,6 +575,7 @@ class MembershipWorld {
       }
       for (int p = 0; p < count(); ++p) {
         any = ask(s, p) || any;
+        any = go_on(s, p) || any;
         any = knock(s, p) || any;
         for (int q = 0; q < count(); ++q) {
           any = prove(s, p, q) || any;
@@ -671,7 +710,7 @@ class MembershipWorld {
     }
   }
 
-  static constexpr std::uint64_t kProgressEvery = 16;
+  static constexpr std::uint64_t kProgressEvery = 8;
   MembershipCase case_;
   MembershipReport report_;
   bool healing_ = false;

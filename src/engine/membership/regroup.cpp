@@ -110,6 +110,7 @@ void Regroup::begin(std::uint64_t step) {
   if (member_->running()) {
     member_->progressed(std::max(channel_.generation(), member_->view().generation - 1), step);
   }
+  member_->went_on();
   channel_.stop();
   leave_epoch(member_->view().epoch);
   seat_joiners();  // of a call that threw before it could

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <latch>
+#include <random>
 #include <string>
 
 #include "engine/test_network.hpp"
@@ -82,6 +83,28 @@ TEST(RegroupDomainsErrors, ARankThatIsLateIsEvicted) {
     exchange_among(group, {0, 1, 2}, 10);
     group.barrier();
     done.arrive_and_wait();
+  });
+}
+
+/// A rank that is back calls again while others agree, or hear that nothing is under way to them.
+TEST(RegroupDomainsErrors, ManyInARowHaveOneEpochEach) {
+  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  constexpr std::uint64_t kCalls = 25;
+  const auto bootstraps = thread_bootstrap(4);
+  on_ranks(4, [&](int rank) {
+    std::mt19937 random(kSeed + static_cast<unsigned>(rank));
+    const auto doze = [&] { std::this_thread::sleep_for(random() % 8 * 500us); };
+    GroupConfig config = domains_of(2);
+    config.on_wait = [&] {
+      if (random() % 2 == 0) doze();
+    };
+    Group group(bootstraps[static_cast<std::size_t>(rank)], config);
+    for (std::uint64_t call = 1; call <= kCalls; ++call) {
+      if (random() % 2 == 0) doze();
+      ASSERT_EQ(group.regroup(), (GroupView{call + 1, {0, 1, 2, 3}, {}, 0})) << "seed " << kSeed;
+    }
+    exchange_among(group, {0, 1, 2, 3}, 1);
+    group.barrier();
   });
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <latch>
 #include <optional>
+#include <random>
 #include <utility>
 
 #include "engine/test_groups.hpp"
@@ -282,27 +283,33 @@ TEST(Regroup, CallsOnStreamsThatWereMadeBeforeFailAndLaterOnesDoNot) {
   });
 }
 
+LatencyConfig with_masks() {
+  LatencyConfig config{4, 16, 1, Dtype::f32};
+  config.masks = true;
+  return config;
+}
+
+/// To the rank of expert 8 and back.
+void decode(LatencyExchange& latency, int rank) {
+  const Batch batch(rank, 4, 16, 8);
+  const std::vector<float> ones(4, 1.0F);
+  const LatencyReceived received = latency.dispatch(batch.x(), batch.ids());
+  const ConstTensorView weights{ones.data(), Dtype::f32, {4, 1}};
+  const LatencyCombineOptions options{.path = CombinePath::per_rank};
+  EXPECT_TRUE(same_rows(latency.combine(received.x, received, weights, options).x, batch));
+}
+
 TEST(Regroup, LatencyExchangesWithMasksGoOnBesideIt) {
   with_groups(3, elastic(), [&](Group& group) {
-    LatencyConfig config{4, 16, 1, Dtype::f32};
-    config.masks = true;
-    LatencyExchange latency(group, config);
-    const Batch batch(group.rank(), 4, 16, 8);  // to rank 1
-    const std::vector<float> ones(4, 1.0F);
-    const auto decode = [&] {
-      const LatencyReceived received = latency.dispatch(batch.x(), batch.ids());
-      const ConstTensorView weights{ones.data(), Dtype::f32, {4, 1}};
-      const LatencyCombineOptions options{.path = CombinePath::per_rank};
-      EXPECT_TRUE(same_rows(latency.combine(received.x, received, weights, options).x, batch));
-    };
-    decode();
+    LatencyExchange latency(group, with_masks());
+    decode(latency, group.rank());
     group.barrier();
     if (group.rank() == 2) return group.destroy();
-    decode();
+    decode(latency, group.rank());
     until_it_fails(group);
     group.regroup();
     exchange_among(group, {0, 1}, 2);
-    decode();
+    decode(latency, group.rank());
     EXPECT_EQ(latency.masked(), (std::vector<bool>{false, false, true}));
     group.barrier();
   });
@@ -369,6 +376,33 @@ TEST(Regroup, NobodyGivesUpBecauseARankIsSilentAtThatMoment) {
     }
     done.arrive_and_wait();
   });
+}
+
+/// Ranks sleep before their calls and in them: one that is back calls again while others still agree.
+TEST(Regroup, ManyInARowHaveOneEpochEach) {
+  constexpr std::uint64_t kCalls = 40;
+  for (const int ranks : {2, 3, 4}) {
+    const auto bootstraps = thread_bootstrap(ranks);
+    on_ranks(ranks, [&](int rank) {
+      std::mt19937 random(kSeed + static_cast<unsigned>(rank));
+      const auto doze = [&] { std::this_thread::sleep_for(random() % 8 * 500us); };
+      GroupConfig config = elastic();
+      config.on_wait = [&] {
+        if (random() % 2 == 0) doze();
+      };
+      Group group(bootstraps[index(rank)], config);
+      const std::vector<int> all = group.view().ranks;
+      LatencyExchange latency(group, with_masks());
+      for (std::uint64_t call = 1; call <= kCalls; ++call) {
+        if (random() % 2 == 0) doze();
+        ASSERT_EQ(group.regroup(), (GroupView{call + 1, all, {}, 0})) << "seed " << kSeed;
+      }
+      exchange_among(group, all, 1);
+      decode(latency, rank);
+      EXPECT_EQ(latency.masked(), std::vector<bool>(all.size(), false));
+      group.barrier();
+    });
+  }
 }
 
 TEST(Regroup, IsNotForDomainsWithoutANetworkThatCarriesTexts) {
