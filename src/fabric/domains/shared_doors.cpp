@@ -1,5 +1,6 @@
 #include "fabric/domains/shared_doors.hpp"
 
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <ferry/error.hpp>
@@ -19,6 +20,9 @@ namespace {
 
 constexpr std::uint64_t kSharedDoorMagic = 0x32524f'4f445952;  // "RYDOOR2"
 constexpr std::size_t kMostBytes = std::size_t{64} << 10;
+constexpr std::size_t kMostShown = 200;
+constexpr const char* kMayWrite =
+    "; the directory (arbiter) must be one in which this user may write";
 constexpr unsigned kOthers = 077;  // permissions of other users
 
 /// What a file begins with; text, invitation and card follow.
@@ -99,6 +103,31 @@ std::optional<SharedDoor> door_in(const std::string& bytes, int rank) {
 
 }  // namespace
 
+TurnToBegin::TurnToBegin(std::string path, int rank) : path_(std::move(path)), file_(path_, true) {
+  while (file_.error() == EEXIST) {
+    file_ = LockedFile(path_, false);
+    if (file_.error() == ENOENT) file_ = LockedFile(path_, true);
+  }
+  if (file_.failed() == nullptr) return;
+  const std::string start = "Group: rank " + std::to_string(rank) + " wants to begin alone, but ";
+  if (file_.busy()) {
+    throw Error(ErrorKind::refused,
+                start + "another process begins a group of that name at this moment; join it",
+                {.rank = rank});
+  }
+  throw Error(ErrorKind::system,
+              start + "the file " + printable(path_, kMostShown) +
+                  ", which keeps others from it, could not be " + file_.failed() + ": " +
+                  std::generic_category().message(file_.error()) + kMayWrite,
+              {.rank = rank});
+}
+
+TurnToBegin::~TurnToBegin() {
+  if (file_.failed() != nullptr || !file_.is_open()) return;
+  std::error_code ignored;
+  std::filesystem::remove(path_, ignored);  // while it is locked: the next one is another file
+}
+
 SharedDoors::SharedDoors(std::string directory, const LobbyName& lobby, int rank, int ranks)
     : start_(std::move(directory) + "/ferry-door-" + digits(door_key(lobby)) + "-"),
       rank_(rank),
@@ -131,13 +160,11 @@ void SharedDoors::show(const SharedDoor& own) const {
   if (error) failed = "renamed: " + error.message();
   if (failed.empty()) return;
   std::filesystem::remove(fresh, error);
-  constexpr std::size_t kMostShown = 200;
-  throw Error(ErrorKind::system,
-              "rank " + std::to_string(rank_) + ": elastic: the file " +
-                  printable(path, kMostShown) +
-                  ", by which processes of other hosts find the group, could not be " + failed +
-                  "; the directory (arbiter) must be one in which this user may write",
-              {.rank = rank_});
+  throw Error(
+      ErrorKind::system,
+      "rank " + std::to_string(rank_) + ": elastic: the file " + printable(path, kMostShown) +
+          ", by which processes of other hosts find the group, could not be " + failed + kMayWrite,
+      {.rank = rank_});
 }
 
 void SharedDoors::leave(std::span<const int> lost) const {

@@ -9,6 +9,7 @@
 
 #include "fabric/lobby.hpp"
 #include "fabric/segment_handle.hpp"
+#include "platform/locked_file.hpp"
 
 namespace ferry::fabric {
 
@@ -18,12 +19,28 @@ struct SharedDoor {
   Visitor there{};  ///< without pid and memory
 };
 
+/// Of a process that begins a group: no other one does while this lives. A file, which stays locked
+/// and is removed at the end; one that a killed process has left is not locked.
+class TurnToBegin {
+ public:
+  /// Throws Error(refused) when another process has the turn, Error(system) that names the file.
+  TurnToBegin(std::string path, int rank);
+  TurnToBegin(TurnToBegin&& other) noexcept = default;
+  TurnToBegin& operator=(TurnToBegin&&) = delete;
+  ~TurnToBegin();
+
+ private:
+  std::string path_;
+  LockedFile file_;
+};
+
 /// Of one group's name. All functions may hang as long as the directory's server does. Files of
 /// other users, or that others may read, are left out: they hold the job's key.
 class SharedDoors {
  public:
   SharedDoors(std::string directory, const LobbyName& lobby, int rank, int ranks);
 
+  TurnToBegin turn_to_begin() const { return {start_ + "begin", rank_}; }
   /// Those of earlier groups of that name go.
   void clear() const;
   /// Writes this rank's. Throws Error(system) that names the file.

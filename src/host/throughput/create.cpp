@@ -84,12 +84,13 @@ std::shared_ptr<HostEngine> make_alone(const GroupConfig& config, const Domains&
 std::shared_ptr<HostEngine> begin_host_engine(const GroupConfig& config, const Domains& domains,
                                               std::unique_ptr<fabric::Fabric> fabric) {
   fabric::Fabric& wire = *fabric;
+  const auto turn = turn_to_begin(config, wire);
   check_only_group(config, wire);
   engine::ArbiterCreation arbiter(config, domains, wire, true);
   arbiter.create();
   auto engine = make_alone(config, domains, std::move(fabric));
   arbiter.keep();
-  check_only_group(config, wire);  // of two that come at once
+  check_only_group(config, wire);  // where hosts do not share locks, of two that come at once
   engine->begin();
   return engine;
 }

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -75,6 +76,14 @@ void clear_doors(const GroupConfig& config, fabric::Fabric& fabric) {
   if (!doors || fabric.rank() != 0) return;
   engine::at_most_for<void>(config.deadline, late_directory(fabric.rank()),
                             [doors] { doors->clear(); });
+}
+
+std::optional<fabric::TurnToBegin> turn_to_begin(const GroupConfig& config,
+                                                 fabric::Fabric& fabric) {
+  const auto doors = shared_doors_of(config, fabric);
+  if (!doors) return std::nullopt;
+  return engine::at_most_for<fabric::TurnToBegin>(config.deadline, late_directory(fabric.rank()),
+                                                  [doors] { return doors->turn_to_begin(); });
 }
 
 void check_only_group(const GroupConfig& config, fabric::Fabric& fabric) {

@@ -256,6 +256,9 @@ std::shared_ptr<const fabric::SharedDoors> shared_doors_of(const GroupConfig& co
                                                            fabric::Fabric& fabric);
 /// Of rank 0, before any rank shows its card: those of earlier groups go.
 void clear_doors(const GroupConfig& config, fabric::Fabric& fabric);
+/// Of a process that begins alone: until the result is dropped, no other one begins a group of that
+/// name. Throws Error(refused) when another has the turn.
+std::optional<fabric::TurnToBegin> turn_to_begin(const GroupConfig& config, fabric::Fabric& fabric);
 /// Of a process that begins alone, before and after it shows its card. Throws Error(refused) where
 /// ranks of such a group may run on other hosts.
 void check_only_group(const GroupConfig& config, fabric::Fabric& fabric);

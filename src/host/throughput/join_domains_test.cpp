@@ -1,7 +1,9 @@
 // Processes join domains of which nobody is left. Ranks are threads; deaths of processes are in
 // tests/reliability.
 #include <algorithm>
+#include <atomic>
 #include <filesystem>
+#include <fstream>
 #include <latch>
 #include <optional>
 #include <string>
@@ -186,6 +188,45 @@ TEST(BeginDomainsOfHosts, NobodyBeginsBesideAnother) {
     expect_error(ErrorKind::refused, {"rank " + std::to_string(rank), "file of rank 0", "remove"},
                  [&] { begin(rank, 2, config); });
   }
+  std::filesystem::remove_all(shared);
+}
+
+/// The file of a turn, as another host holds it. One of a process that was killed is not locked.
+TEST(BeginDomainsOfHosts, OfThoseThatBeginAtOnceOneDoes) {
+  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  const std::filesystem::path shared =
+      testing::TempDir() + "ferry_turn_" + std::to_string(process_id());
+  std::filesystem::create_directory(shared);
+  GroupConfig config = elastic_domains(1, "at_once");
+  config.arbiter = shared;
+  const ferry::fabric::SharedDoors doors(shared, "\"" + config.elastic + "\"", 0, 4);
+  for (int round = 0; round < 20; ++round) {
+    std::latch ready(4), tried(4);
+    std::atomic<int> turns = 0;
+    on_ranks(4, [&](int) {
+      ready.arrive_and_wait();
+      std::optional<ferry::fabric::TurnToBegin> turn;
+      try {
+        turn.emplace(doors.turn_to_begin());
+        ++turns;
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::refused) << error.what();
+      }
+      tried.arrive_and_wait();
+    });
+    EXPECT_EQ(turns, 1);
+  }
+  std::filesystem::path left;
+  {
+    const auto turn = doors.turn_to_begin();
+    expect_error(ErrorKind::refused, {"rank 1", "another process begins", "join it"},
+                 [&] { begin(1, 4, config); });
+    left = std::filesystem::directory_iterator(shared)->path();
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(shared));
+  std::ofstream{left};
+  EXPECT_EQ(begin(1, 4, config).view().ranks, std::vector<int>{1});
+  EXPECT_TRUE(std::filesystem::is_empty(shared));
   std::filesystem::remove_all(shared);
 }
 
