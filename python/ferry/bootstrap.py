@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable
 
@@ -10,6 +9,7 @@ from ferry import _ferry
 from ferry.arguments import INT32_MAX, describe, flag, instance, integer, refuse, seconds, text
 from ferry.errors import DeadlineExceededError, SystemCallError
 from ferry.group import Group
+from ferry.meetings import Meeting, is_late
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -138,7 +138,8 @@ def from_store(
     Args:
         name: of the job, before all keys. The n-th meeting of a rank is with the n-th of the
             others. So a job that starts anew in the same store after a meeting that failed takes
-            another name.
+            another name, and so does a second job beside one that runs: `RefusedError` says so
+            where its ranks find the first one's (on their hosts, or before those have met).
         own_address: as of `from_all_gather`; None: from which this host reaches the store.
         join, begin: as of `tcp`. Groups with `elastic` are found by a random key that the first
             rank puts into the store. So a process that joins needs the same store, with the same
@@ -156,13 +157,11 @@ def from_store(
     joins, begins = flag("from_store: join", join), flag("from_store: begin", begin)
     alone = joins or begins
     text("from_store: name", name)
-    meeting = "" if alone else next_meeting(store, rank, size, name)
-    rounds = itertools.count()
+    meeting = None if alone else Meeting(store, rank, size, name)
 
     def all_gather(mine: bytes) -> list[bytes]:
-        keys = f"{meeting}/{next(rounds)}"
-        store.set(f"{keys}/{rank}", mine)
-        return [_of_peer(store, keys, peer, rank) for peer in range(size)]
+        assert meeting is not None  # who is alone gathers nothing
+        return meeting.all_gather(mine)
 
     def job_key() -> bytes:
         return _job_key(store, f"{name}/{size}/job", rank, joins)
@@ -179,7 +178,7 @@ def _job_key(store: Any, key: str, rank: int, joins: bool) -> bytes:
             store.set(key, os.urandom(16))
         value = store.get(key)
     except Exception as error:
-        late = _is_late(error)
+        late = is_late(error)
         raise (DeadlineExceededError if late else SystemCallError)(
             f"from_store: rank {rank} cannot {'join' if joins else 'learn which job this is'}: the "
             f"store {'has no' if late else 'does not tell the'} key {key!r}, by which the ranks of "
@@ -187,35 +186,6 @@ def _job_key(store: Any, key: str, rank: int, joins: bool) -> bytes:
             "was made, with the same name and size; when that has ended, no other process can join",
             rank=rank,
             stage="bootstrap: job",
-        ) from error
-    if not isinstance(value, bytes):
-        refuse("from_store: store.get", describe(value), "the bytes that were set")
-    return value
-
-
-def _is_late(error: Exception) -> bool:
-    # Of torch it is RuntimeError or DistStoreError by version and store.
-    return isinstance(error, TimeoutError) or "timeout" in str(error).lower()
-
-
-def next_meeting(store: Any, rank: int, size: int, name: str) -> str:
-    """Before the keys of this rank's next meeting. A store may outlive a group, and has its keys
-    when the next one is made."""
-    return f"{name}/{size}/{store.add(f'{name}/{size}/meetings/{rank}', 1)}"
-
-
-def _of_peer(store: Any, keys: str, peer: int, rank: int) -> bytes:
-    try:
-        value = store.get(f"{keys}/{peer}")
-    except Exception as error:
-        if not _is_late(error):
-            raise
-        raise DeadlineExceededError(
-            f"from_store: rank {rank} waits for rank {peer}, which has not come: {error}; does it "
-            "run, with the same store, size and name, another one after a meeting that failed?",
-            rank=rank,
-            peer=peer,
-            stage="bootstrap: all_gather",
         ) from error
     if not isinstance(value, bytes):
         refuse("from_store: store.get", describe(value), "the bytes that were set")

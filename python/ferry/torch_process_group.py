@@ -22,8 +22,9 @@ import torch.distributed as dist
 from ferry import torch_reductions
 from ferry._ferry import Stream
 from ferry.arguments import refuse
-from ferry.bootstrap import from_store, next_meeting
+from ferry.bootstrap import from_store
 from ferry.collectives import Collectives
+from ferry.meetings import next_meeting
 from ferry.tensors import dense, storage_of
 from ferry.torch_work import AllWork, FerryWork, TransferWork, WorkerWork, guarded
 

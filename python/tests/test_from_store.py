@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
-from rank_processes import free_port
+from rank_processes import forks, free_port
 from rank_threads import DEADLINE, run_threads
 from test_processes import check_good, environment, finish, start
 
@@ -92,6 +93,78 @@ def test_processes_meet(store: str, tmp_path: Any) -> None:
             pass
     """
     check_good(finish([start(code, **v) for v in environment(3)]))
+
+
+def meet_and_stay(path: str, rank: int, told: Any, end: Any) -> None:
+    try:
+        boot = ferry.from_store(dist.FileStore(path, -1), rank, 2)
+        with ferry.Group(boot, experts=2, deadline=DEADLINE, memory_bytes=1 << 20) as group:
+            told.put("met")
+            assert end.wait(DEADLINE)
+            group.barrier()
+    except ferry.RefusedError as error:
+        told.put(str(error))
+
+
+class Jobs:
+    """Of two ranks each, as processes that meet in one file."""
+
+    def __init__(self, path: str) -> None:
+        self.context, self.path = forks(), path
+        self.told = self.context.Queue()
+        self.ends: list[Any] = []
+
+    def start(self, ranks: tuple[int, ...] = (0, 1)) -> tuple[list[Any], Any]:
+        end = self.context.Event()
+        self.ends.append(end)  # a process finds it by then
+        job = [
+            self.context.Process(
+                target=meet_and_stay, args=(self.path, rank, self.told, end), daemon=True
+            )
+            for rank in ranks
+        ]
+        for process in job:
+            process.start()
+        return job, end
+
+    def hear(self, count: int = 2) -> list[str]:
+        return [self.told.get(timeout=60) for _ in range(count)]
+
+
+def test_two_jobs_of_one_name_are_told_apart(tmp_path: Any) -> None:
+    jobs = Jobs(str(tmp_path / "store"))
+    first, end = jobs.start()
+    assert jobs.hear() == ["met"] * 2
+    for _ in range(2):  # also when it comes again
+        jobs.start()
+        for words in jobs.hear():
+            assert "under the name 'ferry' (keys ferry/2/...)" in words
+            assert "another job, which still runs; give each job a name of its own" in words
+    end.set()
+    for process in first:
+        process.join(DEADLINE)
+        assert process.exitcode == 0
+    # A job that was killed is started again.
+    killed, _ = jobs.start()
+    assert jobs.hear() == ["met"] * 2
+    for process in killed:
+        process.kill()
+        process.join(DEADLINE)
+    _, end = jobs.start()
+    end.set()
+    assert jobs.hear() == ["met"] * 2
+
+
+def test_who_comes_beside_one_that_waits_is_told(tmp_path: Any) -> None:
+    jobs = Jobs(str(tmp_path / "store"))
+    waits, _ = jobs.start((0,))
+    store = dist.FileStore(jobs.path, -1)
+    while store.add("ferry/2/1/place/0", 0) == 0:
+        time.sleep(0.01)
+    jobs.start((0,))
+    (words,) = jobs.hear(1)
+    assert "came as rank 0 before, and rank 1 has not come to meet it" in words
+    waits[0].kill()
 
 
 def hasty(store: Any) -> Any:
