@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
+from typing import Any
 
 import numpy as np
 import pytest
-from rank_processes import free_port
+from rank_processes import forks, free_port
 from rank_threads import run_threads
 
 import ferry
@@ -45,6 +48,34 @@ def test_the_others_go_on_when_a_rank_leaves() -> None:
         group.destroy()
 
     run_threads(3, rank)
+
+
+def regroup_in_a_row(rank: int, port: int, told: Any) -> None:
+    boot = ferry.tcp(rank=rank, size=3, port=port, secret="a test")
+    with ferry.Group(boot, experts=3, deadline=20, memory_bytes=1 << 20) as group:
+        choice, views = random.Random(rank), []
+        for _ in range(30):
+            time.sleep(choice.uniform(0, 0.004))
+            view = group.regroup()
+            views.append((view.epoch, view.ranks))
+        group.barrier()
+        told.put(views)
+
+
+def test_processes_that_regroup_in_a_row_have_one_epoch_each() -> None:
+    context, port = forks(), free_port()
+    told = context.Queue()
+    ranks = [
+        context.Process(target=regroup_in_a_row, args=(rank, port, told), daemon=True)
+        for rank in range(3)
+    ]
+    for process in ranks:
+        process.start()
+    for _ in ranks:
+        assert told.get(timeout=60) == [(epoch, [0, 1, 2]) for epoch in range(2, 32)]
+    for process in ranks:
+        process.join(20)
+        assert process.exitcode == 0
 
 
 def test_bad_steps_are_refused() -> None:

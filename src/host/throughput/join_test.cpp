@@ -5,6 +5,8 @@
 #include <latch>
 #include <memory>
 #include <optional>
+#include <random>
+#include <vector>
 
 #include "host/throughput/test_joins.hpp"
 #include "platform/process.hpp"
@@ -65,6 +67,39 @@ TEST(Join, OneBeginsAndTheOthersCome) {
     exchange_among(*group, {0, 1, 3});
     group->barrier();
   });
+}
+
+/// Nobody waits for anybody between the calls, and two join meanwhile.
+TEST(Join, RegroupsInARowHaveOneEpochEach) {
+  constexpr int kRanks = 3, kCalls = 20;
+  const GroupConfig config = replaceable("in_a_row");
+  std::vector<std::vector<GroupView>> seen(kRanks);
+  std::latch begun(kRanks);
+  on_ranks(kRanks, [&](int rank) {
+    std::mt19937 random(kSeed + static_cast<unsigned>(rank));
+    GroupConfig mine = config;
+    mine.on_wait = [&] { std::this_thread::sleep_for(random() % 4 * 500us); };
+    std::optional<Group> group;
+    if (rank == 0) group.emplace(begin(rank, kRanks, mine));
+    begun.arrive_and_wait();
+    if (rank != 0) group.emplace(join(rank, kRanks, mine));
+    std::vector<GroupView>& views = seen[static_cast<std::size_t>(rank)];
+    views.push_back(group->view());
+    for (int left = kCalls; left > 0;) {
+      if (left < kCalls || views.back().ranks.size() == kRanks) --left;
+      std::this_thread::sleep_for(random() % 4 * 500us);
+      views.push_back(group->regroup());
+    }
+    group->barrier();
+  });
+  for (const auto& views : seen) {
+    for (std::size_t back = 1; back <= views.size(); ++back) {
+      const GroupView &here = *(views.end() - static_cast<std::ptrdiff_t>(back)),
+                      &there = *(seen[0].end() - static_cast<std::ptrdiff_t>(back));
+      EXPECT_EQ(here.epoch, there.epoch) << back << " before the last, seed " << kSeed;
+      EXPECT_EQ(here.ranks, there.ranks);
+    }
+  }
 }
 
 TEST(Join, NoGroupOfAllRanksBesideOneThatWasBegun) {

@@ -378,7 +378,8 @@ TEST(Regroup, NobodyGivesUpBecauseARankIsSilentAtThatMoment) {
   });
 }
 
-/// Ranks sleep before their calls and in them: one that is back calls again while others still agree.
+/// Ranks sleep before their calls and in them: one that is back calls again while others still
+/// agree.
 TEST(Regroup, ManyInARowHaveOneEpochEach) {
   constexpr std::uint64_t kCalls = 40;
   for (const int ranks : {2, 3, 4}) {
