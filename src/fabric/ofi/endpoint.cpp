@@ -287,7 +287,7 @@ void Endpoint::sleep() {
     }
     for (const auto& peer : peers_) backlog = backlog || !peer.load()->backlog.empty();
     for (const int fd : fi_endpoint_.wait_fds()) {
-      if (false_alarms_[fd] < kFalseAlarms) fds.push_back({fd, POLLIN, 0});
+      if (heeded(fd)) fds.push_back({fd, POLLIN, 0});
     }
   }
   if (fds.size() == 1) {
@@ -302,6 +302,15 @@ void Endpoint::sleep() {
     }
   }
   asleep_ = false;
+}
+
+/// One that rang for nothing counts again once it is quiet: it was not the provider's own signal,
+/// but, say, connections that a dead peer's host refused.
+bool Endpoint::heeded(int fd) {
+  int& times = false_alarms_[fd];
+  pollfd now{fd, POLLIN, 0};
+  if (times >= kFalseAlarms && poll(&now, 1, 0) == 0) times = 0;
+  return times < kFalseAlarms;
 }
 
 /// The descriptor may ring because connections wait to be listed.

@@ -180,6 +180,7 @@ class Endpoint {
   // endpoint.cpp
   void run();
   void sleep();
+  bool heeded(int fd);
   void heed_new_connections();
   bool sending() const;
   void park();

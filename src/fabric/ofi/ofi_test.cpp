@@ -67,6 +67,31 @@ TEST_F(OfiFabric, AKilledRankIsDead) {
   ranks.expect_success({1});
 }
 
+/// What the network refuses of a dead rank rings for nothing, again and again: from then on, too,
+/// what the others say wakes a thread that sleeps at the network.
+TEST_F(OfiFabric, MessagesWakeRanksAfterAnotherWasKilled) {
+  Processes ranks(kOfi, 3, [](Rank& me) {
+    auto fabric = me.make();
+    const Segment mine = me.connect(*fabric, 4096);
+    attach_peers(me, *fabric, mine);
+    if (me.rank() == 1) raise(SIGKILL);
+    EXPECT_TRUE(eventually([&] { return fabric->peer_state(1) == PeerState::dead; }, 5s));
+    const int other = 2 - me.rank();
+    constexpr int kRounds = 20;
+    int late = 0;
+    for (std::uint64_t round = 1; round <= kRounds; ++round) {
+      std::this_thread::sleep_for(5ms);  // the other's thread falls asleep
+      if (me.rank() == 0) fabric->publish(other, {mine.id, 128}, round, 0, 7);
+      const auto start = Clock::now();
+      ASSERT_TRUE(await_flag(mine, 128, round));
+      late += Clock::now() - start > 20ms ? 1 : 0;
+      if (me.rank() == 2) fabric->publish(other, {mine.id, 128}, round, 0, 7);
+    }
+    EXPECT_LT(late, kRounds / 2);
+  });
+  ranks.expect_success({1});
+}
+
 TEST_F(OfiFabric, AStoppedRankIsNotHeardAndComesBack) {
   Processes ranks(kOfi, 3, [](Rank& me) {
     auto fabric = me.make();
