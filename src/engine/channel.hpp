@@ -164,9 +164,6 @@ class Channel {
   bool waits(int peer) const;
   /// Whether a rank has told in this epoch that the peer died, or is not heard any more.
   bool told_dead(int peer) const;
-  /// Whether a rank of another domain has said in this epoch, before anything else, that it calls
-  /// regroup.
-  bool told_stopped(int peer) const;
   /// Whether the peer has destroyed its group. It says nothing any more.
   bool left(int peer) const;
   /// Of a process that joined: the step that was committed then, plus 1, or kJoining; 0: the group

@@ -223,13 +223,6 @@ bool Channel::told_dead(int peer) const {
       .has_value();
 }
 
-bool Channel::told_stopped(int peer) const {
-  return scan([peer](const FailureBroadcast& told) {
-           return told.kind == FailureBroadcast::Kind::kStopped && told.culprit == peer;
-         })
-      .has_value();
-}
-
 std::optional<Error> Channel::dead() const {
   std::scoped_lock lock(dead_mutex_);
   return dead_;

@@ -306,6 +306,30 @@ TEST_P(LatencyRegroupDomains, AnExchangeGoesOn) {
   });
 }
 
+/// Of ranks of another domain, too, that have told of a loss before.
+TEST_P(LatencyRegroupDomains, ACallHearsThatRanksRegroupAfterALoss) {
+  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  GroupConfig config = domains_of(2);
+  config.experts = 2 * kRanks;
+  config.ofi.endpoints = GetParam();
+  with_groups(kRanks, config, [&](Group& group) {
+    LatencyExchange latency(group, masked_config());
+    Load load(group, latency);
+    rounds(load, 1, 2);
+    barrier_before_some_leave(group);
+    if (group.rank() == 3) return group.destroy();
+    if (group.rank() == 2) {
+      expect_error(ErrorKind::peer_failed, {"called regroup; call it on this rank, too"}, [&] {
+        for (;;) (void)latency.dispatch(load.x(3), load.ids());
+      });
+      EXPECT_LE(*latency.mask_count(), 1u);
+    }
+    EXPECT_EQ(regroup_to(group, {0, 1, 2}).lost, std::vector<int>{3});
+    rounds(load, 4, 3, {3});
+    group.barrier();
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Endpoints, LatencyRegroupDomains, testing::Values(1, 2));
 
 }  // namespace

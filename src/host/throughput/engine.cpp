@@ -211,10 +211,13 @@ std::vector<std::shared_ptr<OutlivesEpoch>> HostEngine::outliving() {
 }
 
 bool HostEngine::wants_regroup(int peer) const {
-  std::byte* control = channel_.pointer(peer, {Channel::kControl, 0});
-  if (control == nullptr) return channel_.told_stopped(peer);
   engine::Member::Said said;
-  engine::read_statement(control, control_layout(), said);
+  if (std::byte* control = channel_.pointer(peer, {Channel::kControl, 0})) {
+    engine::read_statement(control, control_layout(), said);
+  } else if (carrier_) {
+    std::uint64_t seen = 0;
+    said = carrier_->heard(peer, seen).value_or(said);
+  }
   return said.epoch == epoch() && said.stopped != 0;
 }
 
