@@ -15,7 +15,7 @@ namespace ferry::test {
 namespace {
 namespace decoding {  // built together with other loads
 
-constexpr int kRanks = DecodeBoard::kRanks, kSlots = 6;
+constexpr int kSlots = 6;
 constexpr std::int64_t kExperts = 8, kTokens = 8, kHidden = 32, kTopk = 2;
 
 /// Where a round is: the same on all ranks.
@@ -28,20 +28,23 @@ struct Round {
 class Batch {
  public:
   Batch(int source, Round round) : source_(source), round_(round) {
-    const auto seed = (round.step * DecodeBoard::kLayers + round.layer) * kRanks + source + 1;
+    const auto seed =
+        (round.step * DecodeBoard::kLayers + round.layer) * DecodeBoard::kMost + source + 1;
     std::minstd_rand random(unsigned(seed * 0x9e37'79b1 % 2'147'483'647));
     tokens = std::int64_t(random() % (kTokens + 1));
     for (std::int64_t t = 0; t < tokens; ++t) {
       const auto first = std::int64_t(random() % kExperts);
-      routes.insert(routes.end(), {first, (first + 1 + random() % (kExperts - 1)) % kExperts});
+      const auto other = std::int64_t(random() % (kExperts - 1));
+      routes.insert(routes.end(), {first, (first + 1 + other) % kExperts});
       for (int k = 0; k < kTopk; ++k) weights.push_back(float(random() % 4 + 1));
     }
   }
   /// Whole, and with an expert's factor and weights less than 2^24: sums are exact.
   float value(std::int64_t token) const {
-    return float(((round_.step % 512 * DecodeBoard::kLayers + round_.layer) * kRanks + source_) *
-                     kTokens +
-                 token + 1);
+    return float(
+        ((round_.step % 512 * DecodeBoard::kLayers + round_.layer) * DecodeBoard::kMost + source_) *
+            kTokens +
+        token + 1);
   }
   bool goes_to(std::int64_t token, std::int64_t expert) const {
     const auto* to = routes.data() + token * kTopk;
@@ -66,7 +69,7 @@ class Decoding {
         board_(board),
         reporter_(reporter),
         mine_(board.ranks[std::size_t(group.rank())]),
-        rows_(std::size_t(kSlots * kRanks * kTokens * kHidden)) {}
+        rows_(std::size_t(kSlots * group.size() * kTokens * kHidden)) {}
 
   void run() {
     view_ = group_.view();
@@ -90,7 +93,7 @@ class Decoding {
   /// other epochs than this one, so where processes may join all make it anew.
   void settle() {
     check_view();
-    placement_ = ExpertPlacement(kExperts, kRanks, kSlots);
+    placement_ = ExpertPlacement(kExperts, group_.size(), kSlots);
     placement_.balance(view_.ranks, {}, 2);
     held_ = placement_.held_by(group_.rank());
     board_.epoch = std::max<std::int64_t>(board_.epoch, std::int64_t(view_.epoch));
@@ -166,11 +169,12 @@ class Decoding {
 
   /// Checks the rows that came, and multiplies them.
   void compute(const LatencyReceived& received, Round round) {
-    for (int source = 0; source < kRanks; ++source) {
+    for (int source = 0; source < group_.size(); ++source) {
       const Batch batch(source, round);
       for (std::int64_t slot = 0; slot < kSlots; ++slot) {
-        const std::int64_t range = received.ranges.as<std::int64_t>()[slot * kRanks + source];
-        const std::int64_t first = slot * kRanks * kTokens + (range >> 32);
+        const std::int64_t range =
+            received.ranges.as<std::int64_t>()[slot * group_.size() + source];
+        const std::int64_t first = slot * group_.size() * kTokens + (range >> 32);
         const std::int64_t end = first + (range & 0xffffffff);
         std::int64_t token = 0;
         for (std::int64_t row = first; row < end; ++row, ++token) {
@@ -220,7 +224,7 @@ class Decoding {
   const Reporter& reporter_;
   DecodeBoard::Rank& mine_;
   GroupView view_{};
-  ExpertPlacement placement_{kExperts, kRanks, kSlots};
+  ExpertPlacement placement_{kExperts, group_.size(), kSlots};
   std::vector<std::int32_t> held_{};
   std::optional<LatencyExchange> latency_{};
   std::int64_t zeroed_ = 0;
@@ -230,30 +234,36 @@ class Decoding {
 }  // namespace decoding
 }  // namespace
 
-DecodeJob::DecodeJob(unsigned seed, bool joins) : random_(seed), joins_(joins) {
+DecodeJob::DecodeJob(unsigned seed, DecodePolicy policy)
+    : random_(seed), policy_(policy), dead_(std::size_t(policy.ranks)) {
   board_ = new (shared_.get()) DecodeBoard;
-  const auto body = [board = board_, joins](int, std::shared_ptr<Bootstrap> bootstrap,
-                                            const Reporter& reporter) {
+  const auto body = [board = board_, policy](int, std::shared_ptr<Bootstrap> bootstrap,
+                                             const Reporter& reporter) {
     GroupConfig config;
-    config.experts = kRanks * decoding::kSlots;
+    config.experts = policy.ranks * decoding::kSlots;
     config.deadline = std::chrono::seconds(60);  // it never decides: the end of a process does
     config.memory_bytes = 1 << 16;
-    if (joins) config.elastic = "decode";
+    if (policy.joins) config.elastic = "decode";
+    if (policy.domain_size > 0) {
+      config.domain_size = policy.domain_size;
+      config.network = FabricKind::ofi;
+    }
     Group group(std::move(bootstrap), config);
-    decoding::Decoding(group, joins, *board, reporter).run();
+    decoding::Decoding(group, policy.joins, *board, reporter).run();
     group.barrier();
   };
-  ranks_ = std::make_unique<Ranks>(kRanks, body);
+  ranks_ = std::make_unique<Ranks>(policy.ranks, body);
   seen_at_ = now();
 }
 
 void DecodeJob::check() {
-  for (int rank = 0; rank < kRanks && wrong_.empty(); ++rank) {
+  for (int rank = 0; rank < policy_.ranks && wrong_.empty(); ++rank) {
     if (dead_[std::size_t(rank)]) continue;
     const std::string line = ranks_->line(rank, 0);
     if (!line.empty()) wrong_ = "rank " + std::to_string(rank) + ": " + line;
   }
   const std::int64_t step = board_->step;
+  counts_.longest = std::max(counts_.longest, now() - seen_at_);
   if (step != seen_) {
     seen_ = step;
     seen_at_ = now();
@@ -262,12 +272,12 @@ void DecodeJob::check() {
   }
 }
 
-/// Two ranks at least are left, which have made a step: so somebody can be joined.
+/// Of those that are left, `least` have made a step: so somebody can be joined.
 void DecodeJob::kill_or_restart() {
-  const auto rank = int(random_() % kRanks);
+  const auto rank = int(random_() % unsigned(policy_.ranks));
   auto& inside = board_->ranks[std::size_t(rank)].inside;
   if (dead_[std::size_t(rank)]) {
-    if (!joins_) return;
+    if (!policy_.joins) return;
     inside = false;
     ranks_->restart(rank);
     dead_[std::size_t(rank)] = false;
@@ -275,11 +285,11 @@ void DecodeJob::kill_or_restart() {
     return;
   }
   int others = 0;
-  for (int other = 0; other < kRanks; ++other) {
+  for (int other = 0; other < policy_.ranks; ++other) {
     const bool there = board_->ranks[std::size_t(other)].inside && !dead_[std::size_t(other)];
     others += other != rank && there ? 1 : 0;
   }
-  if (others < 2) return;
+  if (others < policy_.least()) return;
   dead_[std::size_t(rank)] = true;
   ranks_->signal(rank, SIGKILL);
   ++counts_.kills;
@@ -287,13 +297,15 @@ void DecodeJob::kill_or_restart() {
 
 DecodeCounts DecodeJob::run(std::int64_t rounds) {
   const std::int64_t steps = (rounds + DecodeBoard::kLayers - 1) / DecodeBoard::kLayers;
-  while (wrong_.empty() && (board_->step < steps || (!joins_ && counts_.kills < kRanks - 2))) {
-    std::this_thread::sleep_for(std::chrono::microseconds(random_() % 30'000));
+  const int kills = policy_.joins ? 0 : policy_.ranks - policy_.least();
+  while (wrong_.empty() && (board_->step < steps || counts_.kills < kills)) {
+    const std::chrono::microseconds pause = policy_.pause;
+    std::this_thread::sleep_for(pause * (random_() % 1024) / 1024);
     kill_or_restart();
     check();
   }
   board_->last = board_->step + 20;
-  for (int rank = 0; rank < kRanks && wrong_.empty(); ++rank) {
+  for (int rank = 0; rank < policy_.ranks && wrong_.empty(); ++rank) {
     if (dead_[std::size_t(rank)] || !board_->ranks[std::size_t(rank)].inside) continue;
     while (wrong_.empty() && ranks_->join(rank, 0.1) < 0) check();
   }

@@ -3,10 +3,13 @@
 #include <gtest/gtest.h>
 
 #include "decode_load.hpp"
+#include "engine/test_network.hpp"
 #include "masked_load.hpp"
 
 namespace ferry::test {
 namespace {
+
+using namespace std::chrono_literals;
 
 TEST(Masks, SurvivorsGoOnWithoutAKilledRank) {
   // The end of the process tells, not the deadline.
@@ -42,7 +45,7 @@ TEST(Masks, StoppedRanksOfTwoDomainsComeBack) {
 
 /// The long version is decode_trials.cpp.
 TEST(Masks, DecodeWithTwoCopiesOfEachExpertWhileRanksDieAndJoin) {
-  DecodeJob job(6, true);
+  DecodeJob job(6, {});
   const DecodeCounts counts = job.run(3000);
   EXPECT_EQ(job.wrong(), "");
   EXPECT_GE(counts.rounds, 3000);
@@ -50,8 +53,26 @@ TEST(Masks, DecodeWithTwoCopiesOfEachExpertWhileRanksDieAndJoin) {
   EXPECT_GT(counts.joins, 1);
 }
 
+/// In domains of two, of which a whole one may die.
+TEST(Masks, DecodeInSeveralDomainsWhileRanksDieAndJoin) {
+  if (!engine::test::has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  DecodeJob job(8, {.ranks = 6, .domain_size = 2, .pause = 100ms});
+  const DecodeCounts counts = job.run(300);
+  EXPECT_EQ(job.wrong(), "");
+  EXPECT_GE(counts.rounds, 300);
+  EXPECT_GT(counts.kills, 0);
+}
+
+TEST(Masks, DecodeInSeveralDomainsGoesOnInTheSameExchangeWhenRanksDie) {
+  if (!engine::test::has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  DecodeJob job(9, {.joins = false, .ranks = 6, .domain_size = 3, .pause = 100ms});
+  const DecodeCounts counts = job.run(100);
+  EXPECT_EQ(job.wrong(), "");
+  EXPECT_EQ(counts.kills, 2);
+}
+
 TEST(Masks, DecodeGoesOnInTheSameExchangeWhenRanksDie) {
-  DecodeJob job(7, false);
+  DecodeJob job(7, {.joins = false});
   const DecodeCounts counts = job.run(300);
   EXPECT_EQ(job.wrong(), "");
   EXPECT_GE(counts.rounds, 300);
