@@ -205,7 +205,9 @@ bool Endpoint::all_said_goodbye(Clock::time_point start) const {
   for (int rank = 0; rank < setting_.size; ++rank) {
     const Peer& peer = peer_of(rank);
     if (!peer.linked || peer.gone()) continue;
-    if (peer.under_way > 0 || !peer.backlog.empty()) return false;
+    // One that ended while it asked to join never took or said anything.
+    const bool unheard = !peer.spoke && peer.under_way == 0;
+    if (!unheard && (peer.under_way > 0 || !peer.backlog.empty())) return false;
     // relaxed: a time stamp by itself.
     const Clock::time_point heard{
         std::chrono::nanoseconds(peer.heard.load(std::memory_order_relaxed))};
