@@ -278,6 +278,7 @@ void DecodeJob::kill_or_restart() {
   auto& inside = board_->ranks[std::size_t(rank)].inside;
   if (dead_[std::size_t(rank)]) {
     if (!policy_.joins) return;
+    ranks_->join(rank, 60);  // until then it may say that it is inside
     inside = false;
     ranks_->restart(rank);
     dead_[std::size_t(rank)] = false;
@@ -297,8 +298,10 @@ void DecodeJob::kill_or_restart() {
 
 DecodeCounts DecodeJob::run(std::int64_t rounds) {
   const std::int64_t steps = (rounds + DecodeBoard::kLayers - 1) / DecodeBoard::kLayers;
-  const int kills = policy_.joins ? 0 : policy_.ranks - policy_.least();
-  while (wrong_.empty() && (board_->step < steps || counts_.kills < kills)) {
+  const int kills = policy_.joins ? 2 : policy_.ranks - policy_.least();
+  const int joins = policy_.joins ? 2 : 0;
+  while (wrong_.empty() &&
+         (board_->step < steps || counts_.kills < kills || counts_.joins < joins)) {
     const std::chrono::microseconds pause = policy_.pause;
     std::this_thread::sleep_for(pause * (random_() % 1024) / 1024);
     kill_or_restart();

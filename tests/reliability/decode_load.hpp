@@ -56,8 +56,8 @@ class DecodeJob {
   DecodeJob(const DecodeJob&) = delete;
   DecodeJob& operator=(const DecodeJob&) = delete;
 
-  /// Until so many rounds are over: a rank dies or a process joins, again and again; without joins
-  /// at least until no more ranks than `least` are left.
+  /// Until so many rounds are over: a rank dies or a process joins, again and again, each at least
+  /// twice; without joins until no more ranks than `least` are left.
   DecodeCounts run(std::int64_t rounds);
   /// What was wrong; empty: nothing.
   const std::string& wrong() const { return wrong_; }

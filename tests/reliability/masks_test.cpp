@@ -46,9 +46,9 @@ TEST(Masks, StoppedRanksOfTwoDomainsComeBack) {
 /// The long version is decode_trials.cpp.
 TEST(Masks, DecodeWithTwoCopiesOfEachExpertWhileRanksDieAndJoin) {
   DecodeJob job(6, {});
-  const DecodeCounts counts = job.run(3000);
+  const DecodeCounts counts = job.run(1000);
   EXPECT_EQ(job.wrong(), "");
-  EXPECT_GE(counts.rounds, 3000);
+  EXPECT_GE(counts.rounds, 1000);
   EXPECT_GT(counts.kills, 1);
   EXPECT_GT(counts.joins, 1);
 }
@@ -57,10 +57,11 @@ TEST(Masks, DecodeWithTwoCopiesOfEachExpertWhileRanksDieAndJoin) {
 TEST(Masks, DecodeInSeveralDomainsWhileRanksDieAndJoin) {
   if (!engine::test::has_network()) GTEST_SKIP() << "no libfabric on this machine";
   DecodeJob job(8, {.ranks = 6, .domain_size = 2, .pause = 100ms});
-  const DecodeCounts counts = job.run(300);
+  const DecodeCounts counts = job.run(150);
   EXPECT_EQ(job.wrong(), "");
-  EXPECT_GE(counts.rounds, 300);
-  EXPECT_GT(counts.kills, 0);
+  EXPECT_GE(counts.rounds, 150);
+  EXPECT_GT(counts.kills, 1);
+  EXPECT_GT(counts.joins, 1);
 }
 
 TEST(Masks, DecodeInSeveralDomainsGoesOnInTheSameExchangeWhenRanksDie) {
