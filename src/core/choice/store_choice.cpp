@@ -7,7 +7,7 @@ namespace ferry {
 namespace {
 
 constexpr std::uint64_t kTries = 3, kTryEvery = 4, kAgainEvery = 64, kRarelyEvery = 256;
-constexpr double kFarOff = 2;
+constexpr double kMuchBetter = 2;
 
 }  // namespace
 
@@ -39,7 +39,7 @@ bool StoreChoice::next(const Calls& calls) const {
   const bool best = seen.best();
   const Way& kept = seen.ways[best ? 1 : 0];
   const Way& other = seen.ways[best ? 0 : 1];
-  const bool far_off = other.least_s() > kFarOff * kept.least_s();
+  const bool far_off = other.least_s() > kMuchBetter * kept.least_s();
   const std::uint64_t every = other.count < kTries ? kTryEvery
                               : far_off            ? kRarelyEvery
                                                    : kAgainEvery;
