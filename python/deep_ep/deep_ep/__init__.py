@@ -31,6 +31,7 @@ from deep_ep.buffers.engram import EngramBuffer
 from deep_ep.buffers.ep import EPBuffer
 from deep_ep.buffers.pp import PPBuffer
 from deep_ep.config import Config, topk_idx_t
+from deep_ep.elastic_group import ElasticGroup
 from deep_ep.ep_handle import EPHandle
 from deep_ep.errors import absent as _absent
 from deep_ep.event import EventHandle, EventOverlap
@@ -49,6 +50,7 @@ __all__ = [
     "EPBuffer",
     "EPHandle",
     "ElasticBuffer",
+    "ElasticGroup",
     "EngramBuffer",
     "EventHandle",
     "EventOverlap",

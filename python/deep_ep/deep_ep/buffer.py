@@ -94,6 +94,10 @@ class Buffer(Regroups, Throughput, LowLatency):
     def _close(self) -> None:
         self._close_low_latency()
 
+    def _reopen(self) -> None:
+        self._close_low_latency()
+        self._open_low_latency()
+
     @staticmethod
     def is_sm90_compiled() -> bool:
         """Whether low-latency and fp8 kernels for Hopper are there: they always are."""

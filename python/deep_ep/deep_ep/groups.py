@@ -4,109 +4,149 @@ A group of Ferry knows its number of experts; a Buffer learns it with each call.
 for each number of experts and each kind of device, made when first needed. Only the constructor
 talks through the caller's communicator, which may serve other ends afterwards, or be gone: ranks
 find each other for later groups through a small group of their own.
+
+Ranks may be lost, and processes may take their places (`regroup`). Processes join the small group
+alone; the others are made anew when somebody has come who has none of them.
 """
 
 from __future__ import annotations
 
+import os
 import struct
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
 import ferry
+from deep_ep.elastic_group import ElasticGroup
 from deep_ep.environment import deadline
 from deep_ep.sizes import round_up
+
+LOSSES = (ferry.PeerFailedError, ferry.PeerLeftError, ferry.DeadlineExceededError)
+"""What a call raises when a rank has died, has left, or does not come."""
 
 _LATER_BYTES = 64 << 20
 """Registered for tensors at first, of groups in CPU memory and of all but a Buffer's first: it
 grows by agreement."""
 _LEAST_BYTES = 1 << 20
-_MOST_MESSAGE_BYTES = 1 << 30
 _WINDOW_STEP = 4096  # bytes, more than registered memory is cut by
+_STATE = struct.Struct("=qq")  # of a rank: memory_bytes, groups of all ranks
+_PAUSE = 0.001  # seconds, between two looks whether somebody joins
 
 
 class Groups:
     """Made collectively.
 
-    bootstrap: how the ranks find each other, used here and not after. memory_bytes: what the first
+    meeting: how the ranks find each other, used here and not after. memory_bytes: what the first
     group on GPUs registers for tensors; the most that any rank says. seconds: that any wait may
     take, unless FERRY_DEADLINE says it. crossing: of exchanges between domains, as of a Group.
     """
 
     def __init__(
         self,
-        bootstrap: ferry.Bootstrap,
+        meeting: ferry.Bootstrap | ElasticGroup,
         memory_bytes: int,
         seconds: float | None = None,
         crossing: str = "automatic",
     ) -> None:
         self._crossing = crossing
         self._deadline = deadline() if seconds is None else deadline(seconds)
+        self._domains: dict[str, Any] = {}
+        self._arbiter: dict[str, Any] = {}
+        elastic = ""
+        if isinstance(meeting, ElasticGroup):
+            self._domains, self._arbiter = meeting.domains, meeting.arbiter
+            elastic, meeting = meeting.name, meeting.bootstrap
         self._base = ferry.Group(
-            bootstrap,
-            experts=bootstrap.size,
+            meeting,
+            experts=meeting.size,
             deadline=self._deadline,
             memory_bytes=_LEAST_BYTES,
             backend="host",
+            elastic=elastic,
+            **self._domains,
+            **self._arbiter,
         )
-        # A token for each rank. Where torch makes tensors by itself is for the caller to say, so
-        # every tensor here names its own place.
-        self._left = list(range(bootstrap.size))
-        self._to_everyone = self._plan_to_everyone()
-        said = self.all_gather(struct.pack("=q", memory_bytes))
-        self._memory_bytes = max(struct.unpack("=q", one)[0] for one in said)
+        self._memory_bytes = memory_bytes
         self._collectives: dict[torch.device, ferry.Collectives] = {}
         self._of_all: dict[tuple[int, torch.device], ferry.Group] = {}
-        self._made: dict[tuple[int, torch.device, tuple[int, ...]], ferry.Group] = {}
+        self._of_some: dict[tuple[int, torch.device, tuple[int, ...]], ferry.Group] = {}
+        try:
+            self._settle()
+        except LOSSES:
+            if not meeting.joins:
+                raise
+            self.regroup()
 
     @property
     def everyone(self) -> ferry.Group:
         """All ranks, in CPU memory, with an expert on each."""
         return self._base
 
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The ranks that are there."""
+        return tuple(self._left)
+
     def of(self, num_experts: int, device: torch.device) -> ferry.Group:
         """The group with that many experts whose tensors lie there; collective when it is new."""
         found = self._of_all.get((num_experts, device))
         if found is None:
-            everyone = tuple(range(self._base.size))
-            self._require_all("a new number of experts, or tensors elsewhere")
-            found = self.among(everyone, num_experts, device, self.all_gather)
+            if len(self._left) == self._base.size:
+                found = self._make(self._meeting, num_experts, device, **self._arbiter)
+                if self._arbiter:
+                    found.commit(1)  # from here on a host that is silent is missed
+            else:
+                found = self._with_empty_places(num_experts, device)
             self._of_all[num_experts, device] = found
-            if self._base.domains == 1:
-                # Should a rank die now, `regroup` knows how many groups all have.
-                self._base.commit(len(self._of_all))
         return found
 
-    def regroup(self) -> list[int]:
-        """Collective among the ranks that are left: all groups go on without the others. Returns
-        who is left. Calls other than of groups that are there take all ranks, and are refused."""
-        if any(device.type != "cpu" for _, device in self._of_all) or self._base.domains > 1:
-            raise ferry.UnsupportedError(
-                f"regroup: rank {self._base.rank}: got a Buffer on GPUs or of several domains; "
-                "expected tensors in CPU memory, on one host; make a new Buffer of those left"
-            )
-        view = self._base.regroup()
-        while True:
-            # One that a rank died in the making of, some have and others do not.
-            for key in list(self._of_all)[view.step :]:
-                del self._made[(*key, tuple(range(self._base.size)))]
-                self._of_all.pop(key).destroy()
-            views = [group.regroup() for group in self._of_all.values()]
-            if all(one.ranks == view.ranks for one in views):
-                break
-            view = self._base.regroup()  # all do: a view is the same on all ranks
-        self._left = view.ranks
-        self._to_everyone = self._plan_to_everyone()
-        return view.ranks
+    def regroup(self, then: Callable[[], None] = lambda: None) -> list[int]:
+        """Collective among the ranks that are left: the groups go on without the others, and with
+        those that have joined. Returns who is there. Calls on dense tensors take all ranks, and
+        what they have is dropped.
 
-    def _plan_to_everyone(self) -> ferry.Plan:
-        return self._base.plan(torch.tensor(self._left, device="cpu").reshape(-1, 1))
+        then: collective, too. If a rank is lost meanwhile, all is done once more.
+        """
+        while True:
+            self._base.regroup()
+            try:
+                self._settle()
+            except LOSSES:
+                continue
+            # A view is the same on all ranks, so all see whether another rank was lost meanwhile.
+            views = [group.regroup() for group in self._of_all.values()]
+            if any(view.ranks != self._left for view in views):
+                continue
+            try:
+                then()
+            except LOSSES:
+                continue
+            return self._left
+
+    def _settle(self) -> None:
+        """Collective in a new epoch: which groups all have, and the most memory."""
+        self._left = self._base.view().ranks
+        self._meeting = ferry.from_group(self._base)
+        mine = _STATE.pack(self._memory_bytes, len(self._of_all))
+        said = [_STATE.unpack(one) for one in self._meeting.all_gather(mine)]
+        self._memory_bytes = max(size for size, _ in said)
+        # One that a rank died in the making of, some have and others do not; who joined has none.
+        for key in list(self._of_all)[min(count for _, count in said) :]:
+            self._of_all.pop(key).destroy()
+        for others in (self._of_some, self._collectives):
+            for one in others.values():
+                one.destroy()
+            others.clear()
 
     def _require_all(self, what: str) -> None:
         if lost := sorted(set(range(self._base.size)) - set(self._left)):
             raise ferry.UnsupportedError(
                 f"deep_ep: rank {self._base.rank}: ranks {lost} are lost; got a call that needs "
-                f"{what}, which takes all ranks; expected calls as before regroup, or a new Buffer"
+                f"{what}, which takes all ranks; expected other calls, or processes in their places"
             )
 
     def among(
@@ -114,14 +154,20 @@ class Groups:
         ranks: tuple[int, ...],
         num_experts: int,
         device: torch.device,
-        gather: Callable[[bytes], list[bytes]],
+        gather: Callable[[bytes], list[bytes]] | None = None,
     ) -> ferry.Group:
-        """The same of some of the ranks, which reach each other by `gather`."""
+        """The same of some of the ranks, renumbered, which reach each other by `gather`; None: of
+        those that are left."""
         key = (num_experts, device, ranks)
-        found = self._made.get(key)
+        found = self._of_some.get(key)
         if found is None:
-            bootstrap = ferry.from_all_gather(ranks.index(self._base.rank), len(ranks), gather)
-            found = self._made[key] = self._make(bootstrap, num_experts, device)
+            bootstrap = self._meeting
+            if gather is not None:
+                rank = ranks.index(self._base.rank)
+                bootstrap = ferry.from_all_gather(rank, len(ranks), gather)
+            # Blocks of renumbered ranks are no domains.
+            found = self._make(bootstrap, num_experts, device, domain_size=0)
+            self._of_some[key] = found
         return found
 
     def collectives(self, device: torch.device, memory_bytes: int = 0) -> ferry.Collectives:
@@ -130,13 +176,12 @@ class Groups:
         self._require_all("calls on dense tensors")
         found = self._collectives.get(device)
         if found is None:
-            on_gpu = device.type == "cuda"
             found = self._collectives[device] = ferry.Collectives(
-                ferry.from_all_gather(self._base.rank, self._base.size, self.all_gather),
+                self._meeting,
                 deadline=self._deadline,
                 memory_bytes=max(_LEAST_BYTES, memory_bytes),
-                backend="cuda" if on_gpu else "host",
-                device=device if on_gpu else None,
+                **_where(device),
+                **self._domains,
             )
         return found
 
@@ -151,61 +196,97 @@ class Groups:
             round_up(rows * row_bytes, _WINDOW_STEP) + _WINDOW_STEP for rows, row_bytes in parts
         )
         ranks = ferry.Collectives(
-            ferry.from_all_gather(self._base.rank, self._base.size, self.all_gather),
+            self._meeting,
             deadline=self._deadline,
             memory_bytes=max(_LEAST_BYTES, room),
             backend="host",
+            **self._domains,
         )
         made = [ranks.window(rows, row_bytes, torch.uint8) for rows, row_bytes in parts]
         return ranks, made
 
     def memory_bytes(self) -> int:
         """That all groups hold on this rank."""
-        made: list[ferry.Group | ferry.Collectives] = [self._base, *self._made.values()]
-        held = (one.memory() for one in (*made, *self._collectives.values()))
+        held = (one.memory() for one in (self._base, *self._others()))
         return sum(one.control_bytes + one.arena_bytes + one.latency_bytes for one in held)
 
     def all_gather(self, mine: bytes) -> list[bytes]:
         """Collective: the bytes of all ranks, in rank order; of a lost one as many zeros as this
         rank says."""
-        sizes = self._swap(torch.tensor([len(mine), 0], device="cpu")).tolist()
-        longest = max(size for size, _ in sizes)
-        if min(size for size, _ in sizes) < 0 or longest > _MOST_MESSAGE_BYTES:
-            raise RuntimeError(f"all_gather: ranks announce {sizes} bytes; expected 0 to 2^30")
-        size = max(16, -(-longest // 16) * 16)
-        row = torch.zeros(size, dtype=torch.uint8, device="cpu")
-        if mine:
-            row[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        rows = self._swap(row)
         said = [bytes(len(mine))] * self._base.size
-        for rank, row, (size, _) in zip(self._left, rows, sizes):
-            said[rank] = row[:size].numpy().tobytes()
+        for rank, one in zip(self._left, self._meeting.all_gather(mine)):
+            said[rank] = one
         return said
 
     def destroy(self) -> None:
         """Leave all groups; waits for no peer."""
-        made: list[ferry.Group | ferry.Collectives] = [*self._made.values()]
-        for one in (*made, *self._collectives.values()):
+        for one in self._others():
             one.destroy()
         self._base.destroy()
 
+    def _others(self) -> list[ferry.Group | ferry.Collectives]:
+        return [*self._of_all.values(), *self._of_some.values(), *self._collectives.values()]
+
     def _make(
-        self, bootstrap: ferry.Bootstrap, num_experts: int, device: torch.device
+        self, bootstrap: ferry.Bootstrap, num_experts: int, device: torch.device, **config: Any
     ) -> ferry.Group:
-        on_gpu = device.type == "cuda"
         memory_bytes = max(_LEAST_BYTES, self._memory_bytes)
-        if self._made or not on_gpu:
+        if self._of_all or self._of_some or device.type != "cuda":
             memory_bytes = min(memory_bytes, _LATER_BYTES)
         return ferry.Group(
             bootstrap,
             experts=num_experts,
             deadline=self._deadline,
             memory_bytes=memory_bytes,
-            backend="cuda" if on_gpu else "host",
-            device=device if on_gpu else None,
             crossing=self._crossing,
+            **_where(device),
+            **{**self._domains, **config},
         )
 
-    def _swap(self, row: torch.Tensor) -> torch.Tensor:
-        tokens = row.expand(len(self._left), -1).contiguous()
-        return self._base.dispatch(tokens, self._to_everyone).x
+    def _with_empty_places(self, num_experts: int, device: torch.device) -> ferry.Group:
+        """Of all places, though ranks are lost: the lowest that is left begins it, and the others
+        join. `_settle` drops it when somebody takes an empty place."""
+        base, left = self._base, self._left
+        config = dict(self._arbiter, elastic="deep_ep")
+        if base.domains > 1:
+            config.update(domain_size=self._block_of_a_domain(), network="ofi")
+        key = self._meeting.all_gather(os.urandom(16))[0]
+        begins = base.rank == left[0]
+        address = next((nic.address for nic in base.nics() if nic.address), "")
+        bootstrap = ferry.from_all_gather(
+            base.rank, base.size, _nobody, address, job_key=key, begin=begins, join=not begins
+        )
+        group = self._make(bootstrap, num_experts, device, **config)
+        with ThreadPoolExecutor(1) as beside:
+            # Who has not joined yet is watched by the small group alone.
+            all_are_in = beside.submit(base.barrier)
+            try:
+                while group.view().ranks != left:
+                    if all_are_in.done():
+                        all_are_in.result()  # raises where a rank died
+                    if group.commit(group.view().step + 1):
+                        group.regroup()
+                    else:
+                        time.sleep(_PAUSE)
+                all_are_in.result()
+            except BaseException:
+                group.destroy()  # who waits to join it learns that
+                raise
+        return group
+
+
+    def _block_of_a_domain(self) -> int:
+        """The ranks of each domain; 1, by which all reach each other, where these are no blocks."""
+        domains = [self._base.domain_of(rank) for rank in range(self._base.size)]
+        ranks = domains.count(domains[0])
+        alike = all(domain == rank // ranks for rank, domain in enumerate(domains))
+        return ranks if alike else 1
+
+
+def _where(device: torch.device) -> dict[str, Any]:
+    on_gpu = device.type == "cuda"
+    return {"backend": "cuda" if on_gpu else "host", "device": device if on_gpu else None}
+
+
+def _nobody(mine: bytes) -> list[bytes]:
+    raise AssertionError("a process that joins gathers with nobody")

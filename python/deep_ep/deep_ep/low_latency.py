@@ -305,7 +305,7 @@ class LowLatency(Masks):
         found = self._latency_rounds.get(shape)
         if found is None:
             self._require_living()
-            left = tuple(range(self.group_size)) if self._survivors is None else self._agree()
+            left = self._groups.left if self._survivors is None else self._agree()
             found = self._latency_among.get((shape, left))
             if found is None:
                 found = self._latency_among[shape, left] = self._made_among(shape, left)
@@ -315,9 +315,9 @@ class LowLatency(Masks):
     def _made_among(self, shape: Shape, left: tuple[int, ...]) -> Rounds:
         members = None
         if len(left) < self.group_size:
-            assert self._survivors is not None
-            members = Members(left, self.group_size, shape.experts)
-            gather = partial(self._survivors.all_gather, ranks=left)
+            said = self._survivors
+            members = Members(left, self.group_size, shape.experts, refuses=said is None)
+            gather = None if said is None else partial(said.all_gather, ranks=left)
             group = self._groups.among(left, members.experts, shape.device, gather)
         else:
             group = self._group_for(shape.experts, shape.device)
@@ -359,7 +359,7 @@ class LowLatency(Masks):
         ]
         if not alike:
             self._require_living()
-            refuse(call, "handle", "one of another Buffer", "one that this Buffer returned")
+            refuse(call, "handle", "one of another Buffer", "one that this Buffer returned, since regroup")
         # A handle tells neither top-k nor dtype. Where nothing fits, the caller's check says what.
         topk = getattr(topk_idx, "shape", (None,))[-1:]
 
@@ -380,12 +380,14 @@ class LowLatency(Masks):
         """Collective: a dispatch that repeats only routes, and the rows as they answer it: where
         they lay, unless ranks are gone since."""
         rounds = self._rounds_for(call, shape._replace(again=True))
+        if not self.enable_shrink and rows.shape[1] != rounds.rows_of_expert:
+            refuse(call, "handle", "one from before regroup", "one of a later dispatch")
         with nullcontext() if turn is None else turn.context():
             tokens = (topk_idx.shape[0], shape.hidden)
             x = torch.zeros(tokens, dtype=shape.dtype, device=shape.device)
         options = {} if turn is None else {"stream": turn.stream}
         made = rounds.dispatch(x, topk_idx, Wire(), hook=False, **options)
-        if self.enable_shrink:
+        if self.enable_shrink or rounds.members is not None:
             check_memory(call, x=rows)
             with nullcontext() if turn is None else turn.context(rows, ranges):
                 rows = moved(rows, ranges, made.ranges, rounds.rows_of_expert)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import ferry
+from deep_ep.errors import require
 
 _ROUTE_SLOTS = 64  # the most of Ferry
 _MESSAGE_BYTES = 4096
@@ -106,10 +107,14 @@ class Survivors:
 
 
 class Members:
-    """The ranks of a group that are left of R ranks, which hold E experts."""
+    """The ranks of a group that are left of R ranks, which hold E experts. refuses: routes to those
+    that are gone, in CPU memory; else what these would add is 0."""
 
-    def __init__(self, ranks: tuple[int, ...], size: int, experts: int) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], size: int, experts: int, refuses: bool = False
+    ) -> None:
         self.ranks = ranks
+        self._refuses = refuses
         self.size = size
         small, more = divmod(experts, size)
         firsts = [rank * small + min(rank, more) for rank in range(size + 1)]
@@ -123,7 +128,12 @@ class Members:
         """The same routes by the experts' numbers in the group; -1 for those that are gone."""
         among_kept = self._among_kept.to(topk_idx.device)
         last = among_kept.numel() - 1  # as -1 does, it names nobody
-        return among_kept[topk_idx.to(torch.int64).clamp(-1, last)].to(topk_idx.dtype)
+        routes = among_kept[topk_idx.to(torch.int64).clamp(-1, last)].to(topk_idx.dtype)
+        if self._refuses and not routes.is_cuda:
+            lost = topk_idx[(routes < 0) & (topk_idx >= 0)].tolist()
+            expected = f"experts of ranks {list(self.ranks)}"
+            require(not lost, "low_latency_dispatch", "topk_idx", f"experts {lost[:1]}", expected)
+        return routes
 
     def spread(self, columns: Tensor) -> Tensor:
         """[.., members] as [.., R]: 0 for ranks that are gone."""

@@ -8,6 +8,8 @@ import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +96,28 @@ def test_a_peer_is_killed() -> None:
     assert killed.returncode == -9
 
 
+def answer(buffer: Any, topk_idx: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Tokens of ones in low-latency mode, whose experts double them, and the call that combines."""
+    x = torch.ones(len(topk_idx), 256).bfloat16()
+    rows, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 6, 8, use_fp8=False)
+
+    def combined() -> torch.Tensor:
+        weights = torch.ones(topk_idx.shape)
+        y: torch.Tensor = buffer.low_latency_combine(2 * rows, topk_idx, weights, handle)[0]
+        return y
+
+    return combined, combined()
+
+
+@pytest.mark.parametrize("domain_size", [0, 2])
 @pytest.mark.parametrize("kind", ["Buffer", "ElasticBuffer"])
-def test_the_others_go_on_when_a_rank_leaves(kind: str) -> None:
-    """With the groups that all have, in their numbers; docs/deep_ep.md has a rank killed."""
+def test_the_others_go_on_when_a_rank_leaves(
+    kind: str, domain_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the groups that all have, and new ones; docs/deep_ep.md has a rank killed."""
+    if domain_size:
+        made = partial(ferry.Group, domain_size=domain_size, network="ofi")
+        monkeypatch.setattr(ferry, "Group", made)
     routes = torch.arange(6).reshape(6, 1)
     x = torch.arange(6.0).expand(64, 6).t().to(torch.bfloat16).contiguous()
 
@@ -122,34 +143,105 @@ def test_the_others_go_on_when_a_rank_leaves(kind: str) -> None:
         return rows
 
     def rank(comm: ThreadComm) -> None:
-        buffer = getattr(deep_ep, kind)(comm, explicitly_destroy=True)
-        for experts in (6, 12):
+        options = {"low_latency_mode": True} if kind == "Buffer" else {}
+        buffer = getattr(deep_ep, kind)(comm, explicitly_destroy=True, **options)
+        domains = buffer.runtime.get_physical_domain_size()[0]
+        assert domains == (2 if domain_size else 1)
+        for experts in (6, 12, 9):
             old, y = exchange(buffer, experts, routes)
             assert torch.equal(y, x)
         assert torch.equal(to_ranks(buffer, [0, 1, 2]), x.repeat(3, 1))
+        if kind == "Buffer":
+            late, y = answer(buffer, torch.tensor([[0, 3, 6]]))
+            assert (y == 6).all()
+        else:
+            buffer.agrs_set_config(1 << 10, 1)
         comm.allgather(None)
-        if comm.Get_rank() == 1:  # in the making of a group, which the others have by then
-            groups = buffer._groups
-            groups.among((0, 1, 2), 9, torch.device("cpu"), groups.all_gather)
+        if comm.Get_rank() == 1:
             buffer.destroy()
             return
         with pytest.raises((ferry.PeerLeftError, ferry.PeerFailedError), match="rank 1"):
-            exchange(buffer, 9, routes)
+            while True:
+                exchange(buffer, 9, routes)
+        if comm.Get_rank() == 2:  # as if rank 1 had died when this one did not have the group yet
+            buffer._groups._of_all.popitem()
         assert buffer.regroup() == [0, 2]
-        for experts, there in ((6, [0, 1, 4, 5]), (12, [0, 1, 2, 3, 8])):
+        view = buffer.view()
+        assert (view.ranks, view.lost, view.step) == ([0, 2], [1], 0)
+        for experts, there in ((6, [0, 1, 4, 5]), (12, [0, 1, 2, 3, 8]), (9, [0, 2, 6]), (10, [9])):
             _, y = exchange(buffer, experts, torch.tensor(there).reshape(-1, 1))
             assert torch.equal(y, x[: len(there)])
-        with pytest.raises(ferry.InvalidArgumentError, match="a plan of epoch 1"):
+        with pytest.raises(RuntimeError, match="a plan of epoch 1|destroyed"):
             buffer.combine(*old)
+        assert buffer.commit(5) is False and buffer.view().step == 5
+        if kind == "Buffer":
+            new, y = answer(buffer, torch.tensor([[0, -1, 7]]))
+            assert (y == 4).all() and torch.equal(new(), y)
+            with pytest.raises(RuntimeError, match="got one from before regroup"):
+                late()
+            with pytest.raises(RuntimeError, match=r"got experts \[4\]; .*ranks \[0, 2\]"):
+                answer(buffer, torch.tensor([[0, 4, 7]]))
+        else:
+            with pytest.raises(RuntimeError, match="agrs_set_config before it"):
+                buffer.create_agrs_session()
+            with pytest.raises(ferry.UnsupportedError, match=r"ranks \[1\] are lost"):
+                buffer.agrs_set_config(1 << 10, 1)
         with pytest.raises(ferry.InvalidArgumentError, match="expert 2 of rank 1"):
             exchange(buffer, 6, routes)
-        with pytest.raises(ferry.UnsupportedError, match=r"ranks \[1\] are lost"):
-            exchange(buffer, 9, routes)
         assert buffer.regroup() == [0, 2]  # nothing has failed, and all call it
         assert torch.equal(to_ranks(buffer, [0, 2]), x.repeat(2, 1))
+        buffer.commit(6)
         buffer.destroy()
 
     run_ranks(3, rank)
+
+
+@pytest.mark.parametrize("domain_size", [0, 2])
+def test_masks_after_a_regroup(domain_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is lost stays masked, whatever the caller says; a rank that is masked by hand is back."""
+    if domain_size:
+        made = partial(ferry.Group, domain_size=domain_size, network="ofi")
+        monkeypatch.setattr(ferry, "Group", made)
+
+    def masked(buffer: Any) -> list[int]:
+        status = torch.zeros(4, dtype=torch.int32)
+        buffer.low_latency_query_mask_buffer(status)
+        found: list[int] = status.tolist()
+        return found
+
+    def rank(comm: ThreadComm) -> None:
+        how = {"low_latency_mode": True, "enable_shrink": True, "explicitly_destroy": True}
+        buffer = deep_ep.Buffer(comm, **how)
+        ids = torch.tensor([[0, 3, 6]])  # of ranks 0, 1 and 3
+        late, y = answer(buffer, ids)
+        assert (y == 6).all()
+        comm.allgather(None)
+        if comm.Get_rank() == 1:
+            buffer.destroy()
+            return
+        with pytest.raises((ferry.PeerLeftError, ferry.PeerFailedError), match="rank 1"):
+            while True:
+                buffer.commit(buffer.view().step + 1)
+        assert buffer.regroup() == [0, 2, 3]
+        buffer.clean_low_latency_buffer(6, 256, 8)
+        for _ in range(3):
+            new, y = answer(buffer, ids)
+            assert (y == 4).all() and masked(buffer) == [0, 1, 0, 0]
+        assert (new() == 4).all() and (late() == 4).all()
+        with pytest.raises(ferry.InvalidArgumentError, match="got 1, which was lost"):
+            buffer.low_latency_update_mask_buffer(1, False)
+        buffer.low_latency_clean_mask_buffer()
+        assert (answer(buffer, ids)[1] == 4).all() and masked(buffer) == [0, 1, 0, 0]
+        with suppress(ferry.PeerFailedError):  # of ranks that have regrouped already
+            buffer.commit(99)
+        if buffer.rank == 0:
+            buffer.low_latency_update_mask_buffer(3, True)
+        buffer.regroup()
+        assert (answer(buffer, ids)[1] == 4).all() and masked(buffer) == [0, 1, 0, 0]
+        buffer.commit(100)
+        buffer.destroy()
+
+    run_ranks(4, rank)
 
 
 @pytest.mark.parametrize("kind", ["Buffer", "ElasticBuffer", "EPBuffer"])
@@ -168,7 +260,8 @@ def test_all_are_left(kind: str) -> None:
             else:
                 rows = buffer.dispatch(x, ids, num_experts=16, num_max_tokens_per_rank=2)[0]
             assert len(rows) == (16 if comm.Get_rank() in (0, 15) else 0)
-            assert buffer.regroup() == list(range(16))
+            assert buffer.regroup() == buffer.view().ranks == list(range(16))
+            assert not buffer.commit(buffer.view().step + 1)
         comm.allgather(None)
 
     run_ranks(16, rank)

@@ -9,8 +9,16 @@ import torch
 
 import ferry
 import ferry.torch
+from deep_ep.elastic_group import ElasticGroup
 from deep_ep.environment import shows_buffers
-from deep_ep.errors import absent, refuse_destroyed, require_flags, require_integer, warn_once
+from deep_ep.errors import (
+    absent,
+    refuse,
+    refuse_destroyed,
+    require_flags,
+    require_integer,
+    warn_once,
+)
 from deep_ep.event import EventHandle
 from deep_ep.groups import Groups
 from deep_ep.runtime import Runtime
@@ -24,6 +32,7 @@ class BufferBase:
 
     group: Any
     _groups: Groups
+    _regroups = False
 
     def __init__(self, explicitly_destroy: bool = False) -> None:
         self.runtime: Any = None
@@ -78,9 +87,10 @@ class BufferBase:
         call = type(self).__name__
         if sl_idx is not None:
             require_integer(call, "sl_idx", sl_idx, 0, "0 or more, or None")
-        bootstrap = bootstrap_of(call, group, comm)
+        goes_on = self._regroups and isinstance(group, ElasticGroup)
+        meeting = group if goes_on else bootstrap_of(call, group, comm)
         self.group = group if group is not None else comm
-        self._groups = Groups(bootstrap, memory_bytes, deadline, crossing)
+        self._groups = Groups(meeting, memory_bytes, deadline, crossing)
         everyone = self._groups.everyone
         self.runtime = Runtime(everyone, nvl_bytes, rdma_bytes)
         if sl_idx is not None and everyone.domains > 1:
@@ -121,19 +131,39 @@ class BufferBase:
 
 
 class Regroups(BufferBase):
-    """Of the buffers that ranks can go on with when one is lost."""
+    """Of the buffers that ranks go on with when one is lost, and when a process takes its place."""
+
+    _regroups = True
 
     def regroup(self) -> list[int]:
         """Not in the original. Collective among the ranks that are left, after a call raised
-        ferry.PeerFailedError or PeerLeftError: this buffer goes on without the others, in the
-        memory that is registered, in throughput mode. Returns the ranks that are left.
+        ferry.PeerFailedError, PeerLeftError or DeadlineExceededError: this buffer goes on without
+        the others. With an `ElasticGroup` processes that wait take their places: all ranks call it
+        when `commit` has returned True. Returns the ranks that are there.
 
         Ranks and experts keep their numbers; routes to experts of lost ranks are refused, and so
-        are handles from before. Calls that need something new of all ranks, such as another number
-        of experts, raise ferry.UnsupportedError, and so does this on GPUs or over several hosts.
+        are handles from before. Low-latency calls go on among the ranks that are there. What takes
+        all ranks (gathers, pipelines, tables of Engram) is configured anew, and raises
+        ferry.UnsupportedError while one is lost. Raises as `ferry.Group.regroup` does.
         """
         self._require_living()
-        return self._groups.regroup()
+        return self._groups.regroup(self._reopen)
+
+    def commit(self, step: int) -> bool:
+        """Not in the original. Collective. Returns when all ranks have called it with this step, 1
+        or more and more than before; after a loss `view().step` says which one has returned on any
+        rank. True, on all ranks alike, while a process waits for the place of a lost rank."""
+        self._require_living()
+        return self._groups.everyone.commit(step)
+
+    def view(self) -> ferry.GroupView:
+        """Not in the original. Who is there, who is lost, the step that was committed last, and
+        which ranks have joined since. Not collective."""
+        self._require_living()
+        return self._groups.everyone.view()
+
+    def _reopen(self) -> None:
+        """Collective at the end of `regroup`: drops and makes anew what belongs to some ranks."""
 
 
 class Communicating(BufferBase):
@@ -170,6 +200,9 @@ def bootstrap_of(call: str, group: Any, comm: Any = None) -> ferry.Bootstrap:
             f"{call}: got neither group nor comm; expected a process group of torch.distributed, "
             "or a communicator of mpi4py"
         )
+    if isinstance(group, ElasticGroup):
+        expected = "a process group, or a communicator of mpi4py: only what has regroup takes it"
+        refuse(call, "group", "an ElasticGroup", expected)
     if group is None or hasattr(group, "Get_rank"):
         return ferry.from_mpi(comm if group is None else group)
     return ferry.torch.from_process_group(group)

@@ -90,6 +90,9 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering, EngramCalls):
     def _close(self) -> None:
         self._tables = None
 
+    def _reopen(self) -> None:
+        self._tables = self._agrs = self._pipeline = None
+
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
