@@ -34,7 +34,7 @@ grows by agreement."""
 _LEAST_BYTES = 1 << 20
 _WINDOW_STEP = 4096  # bytes, more than registered memory is cut by
 _STATE = struct.Struct("=qq")  # of a rank: memory_bytes, groups of all ranks
-_PAUSE = 0.001  # seconds, between two looks whether somebody joins
+_PAUSE = 0.001  # seconds, before it polls again whether somebody joins
 
 
 class Groups:
@@ -56,17 +56,17 @@ class Groups:
         self._deadline = deadline() if seconds is None else deadline(seconds)
         self._domains: dict[str, Any] = {}
         self._arbiter: dict[str, Any] = {}
-        elastic = ""
+        self._elastic = ""
         if isinstance(meeting, ElasticGroup):
             self._domains, self._arbiter = meeting.domains, meeting.arbiter
-            elastic, meeting = meeting.name, meeting.bootstrap
+            self._elastic, meeting = meeting.name, meeting.bootstrap
         self._base = ferry.Group(
             meeting,
             experts=meeting.size,
             deadline=self._deadline,
             memory_bytes=_LEAST_BYTES,
             backend="host",
-            elastic=elastic,
+            elastic=self._elastic,
             **self._domains,
             **self._arbiter,
         )
@@ -96,8 +96,8 @@ class Groups:
         found = self._of_all.get((num_experts, device))
         if found is None:
             if len(self._left) == self._base.size:
-                found = self._make(self._meeting, num_experts, device, **self._arbiter)
-                if self._arbiter:
+                found = self._make(self._meeting, num_experts, device)
+                if self._elastic and found.domains > 1:
                     found.commit(1)  # from here on a host that is silent is missed
             else:
                 found = self._with_empty_places(num_experts, device)
@@ -117,9 +117,7 @@ class Groups:
                 self._settle()
             except LOSSES:
                 continue
-            # A view is the same on all ranks, so all see whether another rank was lost meanwhile.
-            views = [group.regroup() for group in self._of_all.values()]
-            if any(view.ranks != self._left for view in views):
+            if not self._regrouped():
                 continue
             try:
                 then()
@@ -131,16 +129,40 @@ class Groups:
         """Collective in a new epoch: which groups all have, and the most memory."""
         self._left = self._base.view().ranks
         self._meeting = ferry.from_group(self._base)
-        mine = _STATE.pack(self._memory_bytes, len(self._of_all))
+        mine = _STATE.pack(self._memory_bytes, self._going_on())
         said = [_STATE.unpack(one) for one in self._meeting.all_gather(mine)]
         self._memory_bytes = max(size for size, _ in said)
         # One that a rank died in the making of, some have and others do not; who joined has none.
-        for key in list(self._of_all)[min(count for _, count in said) :]:
-            self._of_all.pop(key).destroy()
+        self._keep(min(count for _, count in said))
         for others in (self._of_some, self._collectives):
             for one in others.values():
                 one.destroy()
             others.clear()
+
+    def _going_on(self) -> int:
+        """How many groups of all ranks, from the first one on, can go on with those that are left.
+        In several domains not every death is proven, so these must be a majority of each."""
+        for at, group in enumerate(self._of_all.values()):
+            if group.domains > 1 and 2 * len(self._left) <= len(group.view().ranks):
+                return at
+        return len(self._of_all)
+
+    def _keep(self, count: int) -> None:
+        """Leave the groups of all ranks but for the first ones."""
+        for key in list(self._of_all)[count:]:
+            self._of_all.pop(key).destroy()
+
+    def _regrouped(self) -> bool:
+        """Collective. Whether all groups have the ranks that are left, which all ranks see alike:
+        not if another one was lost meanwhile."""
+        alike = True
+        for at, group in enumerate(list(self._of_all.values())):
+            try:
+                alike = group.regroup().ranks == self._left and alike
+            except ferry.DeadlineExceededError:
+                self._keep(at)
+                return False
+        return alike
 
     def _require_all(self, what: str) -> None:
         if lost := sorted(set(range(self._base.size)) - set(self._left)):
@@ -264,7 +286,7 @@ class Groups:
                 while group.view().ranks != left:
                     if all_are_in.done():
                         all_are_in.result()  # raises where a rank died
-                    if group.commit(group.view().step + 1):
+                    if _one_waits(group):
                         group.regroup()
                     else:
                         time.sleep(_PAUSE)
@@ -274,13 +296,19 @@ class Groups:
                 raise
         return group
 
-
     def _block_of_a_domain(self) -> int:
         """The ranks of each domain; 1, by which all reach each other, where these are no blocks."""
         domains = [self._base.domain_of(rank) for rank in range(self._base.size)]
         ranks = domains.count(domains[0])
         alike = all(domain == rank // ranks for rank, domain in enumerate(domains))
         return ranks if alike else 1
+
+
+def _one_waits(group: ferry.Group) -> bool:
+    try:
+        return group.commit(group.view().step + 1)
+    except ferry.PeerFailedError:  # also of a rank that has seen it first, and called regroup
+        return True
 
 
 def _where(device: torch.device) -> dict[str, Any]:

@@ -359,7 +359,12 @@ class LowLatency(Masks):
         ]
         if not alike:
             self._require_living()
-            refuse(call, "handle", "one of another Buffer", "one that this Buffer returned, since regroup")
+            refuse(
+                call,
+                "handle",
+                "one of another Buffer",
+                "one that this Buffer returned, since regroup",
+            )
         # A handle tells neither top-k nor dtype. Where nothing fits, the caller's check says what.
         topk = getattr(topk_idx, "shape", (None,))[-1:]
 

@@ -6,13 +6,17 @@ import faulthandler
 import os
 import signal
 import time
+from functools import partial
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gpus import needs_gpu
 from rank_processes import forks, free_port
+from rank_threads import run_threads
+from test_endings import leave
 
 import deep_ep
 import ferry
@@ -121,10 +125,9 @@ def serve(
             assert set(left) <= set(buffer.regroup())
             back = back or BACK in buffer.view().joined
         view = buffer.view()
-    buffer.commit(view.step + 1)
+    leave(buffer)
     faulthandler.cancel_dump_traceback_later()
     told.put((one.rank, meets["join"], view.ranks == whole))
-    buffer.destroy()
 
 
 def run_to_an_end(ranks: list[Any], seconds: float = 60) -> list[int | None]:
@@ -141,10 +144,9 @@ def run_to_an_end(ranks: list[Any], seconds: float = 60) -> list[int | None]:
 @pytest.mark.parametrize(
     ("kind", "where", "how", "die"),
     [
-        ("Buffer", "cpu", {}, (1,)),
         ("Buffer", "cpu", {}, (1, 3)),
         ("Buffer", "cpu", PAIRS, (1, 3)),
-        ("shrinking", "cpu", {}, (1, 2)),
+        ("shrinking", "cpu", {}, (1,)),
         ("ElasticBuffer", "cpu", PAIRS, (1,)),
         ("EPBuffer", "cpu", {}, (0, 1)),
         pytest.param("Buffer", "cuda", {}, (1,), marks=ON_GPUS),
@@ -178,3 +180,44 @@ def test_a_process_takes_the_place_of_a_rank(
     finally:
         for rank in ranks.values():
             rank.kill()
+
+
+@pytest.mark.parametrize("domain_size", [0, 2])
+def test_one_process_begins(domain_size: int, tmp_path: Path) -> None:
+    """Of four ranks; two join it, and one never comes."""
+    how = PAIRS | {"arbiter": tmp_path} if domain_size else {}
+    port = free_port()
+
+    def rank(number: int) -> None:
+        if number == 2:
+            return
+        begins = number == 3
+        meets = {"rank": number, "size": RANKS, "port": port, "begin": begins, "join": not begins}
+        one = Rank("EPBuffer", torch.device("cpu"), how, meets)
+        buffer = one.buffer
+        while len(buffer.view().ranks) < 3:
+            try:
+                if not buffer.commit(buffer.view().step + 1):
+                    continue
+            except ferry.PeerFailedError:  # of a rank that has seen it first
+                pass
+            buffer.regroup()
+        assert buffer.view().lost == [2]
+        for experts in (EXPERTS, MORE):
+            one.throughput(1, experts)
+        leave(buffer)
+
+    run_threads(RANKS, rank)
+
+
+def test_who_takes_an_elastic_group() -> None:
+    boot = ferry.threads(1)[0]
+    for bad, word in (((None, "a"), "bootstrap"), ((boot, ""), "name"), ((boot, 3), "name")):
+        with pytest.raises(RuntimeError, match=f"ElasticGroup: {word}: got"):
+            deep_ep.ElasticGroup(*bad)
+    group = deep_ep.ElasticGroup(boot, "some")
+    for make in (deep_ep.BucketBuffer, partial(deep_ep.PPBuffer, num_max_inflight_tensors=1)):
+        with pytest.raises(RuntimeError, match="group: got an ElasticGroup; expected a process"):
+            make(group, 1 << 21)
+    with pytest.raises(ferry.UnsupportedError, match="processes"):
+        deep_ep.Buffer(group)  # threads
