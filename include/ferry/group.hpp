@@ -84,8 +84,7 @@ struct GroupConfig {
   Crossing crossing = Crossing::automatic;
   /// Not empty: under this name a process that starts later (TcpOptions::join) finds the group and
   /// takes the place of a rank that is lost. One name for each group of a job. Needs fabric shm,
-  /// one domain, or with the host backend several that libfabric joins, at most 256 ranks; latency
-  /// exchanges are then not to be had.
+  /// one domain, or with the host backend several that libfabric joins, at most 256 ranks.
   std::string elastic{};
   /// Not empty: a directory that all hosts share (NFS), where a file decides which half of the
   /// ranks goes on when they are cut off from each other (`Group::regroup`). Empty: both halves
@@ -319,9 +318,10 @@ class Group {
   /// deadline. Throws Error(evicted) on a rank that the others went on without, and
   /// Error(deadline) when ranks are missing that may still run and the others are no majority; the
   /// group then stays failed. Throws Error(unsupported) unless the ranks, at most 256, share memory
-  /// (fabric local or shm, one domain) or libfabric joins their domains. In several domains the
-  /// group must have had no latency exchange.
-  /// Takes in processes that wait for places of lost ranks (GroupConfig::elastic).
+  /// (fabric local or shm, one domain) or libfabric joins their domains; and on GPUs in several
+  /// domains when the group has had a latency exchange. Elsewhere latency exchanges with masks go
+  /// on, and others are made anew. Takes in processes that wait for places of lost ranks
+  /// (GroupConfig::elastic).
   GroupView regroup();
   /// Collective. Returns when every rank has called it with this step, so that each has what it
   /// needs to apply it. Steps grow, from 1. A rank whose call threw learns from `regroup` whether

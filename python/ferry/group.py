@@ -109,8 +109,7 @@ class Group:
             `Plan.crossing`), "direct" or "hierarchical".
         elastic: under this name a process that starts later finds the group and takes the place of
             a lost rank, with a bootstrap that `joins`; one name for each group of a job. "": nobody
-            joins. Needs fabric "shm", with backend "cuda" one domain, and excludes latency
-            exchanges.
+            joins. Needs fabric "shm", and with backend "cuda" one domain.
         arbiter: a directory that all hosts share (NFS 4): when the network is split and half of the
             ranks are left on each side, a file there decides which half `regroup` lets go on. "":
             both halves stop. With `elastic` it is also where processes find the group on whose host
@@ -517,8 +516,9 @@ class Group:
         rank that the others went on without, and `DeadlineExceededError` when ranks are missing
         that may still run and the others are no majority; the group then stays failed. Raises
         `UnsupportedError` unless the ranks, at most 256, share memory (one domain) or libfabric
-        joins their domains; in several domains the group must have had no latency exchange. On
-        GPUs it waits until the group's kernels have ended; graphs stay valid.
+        joins their domains, and on GPUs in several domains when the group has had a latency
+        exchange. Elsewhere latency exchanges with masks go on, and others are made anew. On GPUs it
+        waits until the group's kernels have ended; graphs stay valid.
         """
         return self._raw.regroup()
 
