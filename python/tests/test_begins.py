@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
@@ -51,8 +52,9 @@ def meet(group: Any, ranks: list[int], step: int, device: str, tired: bool) -> b
     return bool(tired_ones.any())
 
 
-def train(rank: int, meets: Any, kind: str, begins: bool, dies: float, told: Any, end: Any) -> None:
-    """`dies`: seconds after which this process kills itself, if it has no place by then; 0: not."""
+def train(rank: int, meets: Any, kind: str, begins: bool, dies: float, pipe: Any) -> None:
+    """Sends its views, until it is told to end. `dies`: seconds after which this process kills
+    itself, if it has no place by then; 0: not."""
     faulthandler.dump_traceback_later(100)  # where it waits
     where, device = place_of(kind, rank)
     killer = threading.Timer(dies, os.kill, (os.getpid(), signal.SIGKILL))
@@ -66,10 +68,10 @@ def train(rank: int, meets: Any, kind: str, begins: bool, dies: float, told: Any
     view = group.view()
     assert view.ranks == [rank] if begins else rank in view.joined
     step, tired = view.step + 1, False
-    told.put((rank, view.ranks))
+    pipe.send(view.ranks)
     while not tired:
         try:
-            tired = meet(group, view.ranks, step, device, end.is_set())
+            tired = meet(group, view.ranks, step, device, pipe.poll())
             changed = group.commit(step)
             step += 1
         except (ferry.PeerFailedError, ferry.PeerLeftError, ferry.DeadlineExceededError):
@@ -77,7 +79,7 @@ def train(rank: int, meets: Any, kind: str, begins: bool, dies: float, told: Any
         if changed:
             view = group.regroup()
             step = view.step + 1
-            told.put((rank, view.ranks))
+            pipe.send(view.ranks)
     group.barrier()
     group.destroy()
     faulthandler.cancel_dump_traceback_later()
@@ -87,25 +89,31 @@ class Job:
     """The processes of one group, by rank."""
 
     def __init__(self, kind: str, meets: Any) -> None:
-        self.kind, self.meets, context = kind, meets, forks()
-        self.context, self.told, self.end = context, context.Queue(), context.Event()
+        self.kind, self.meets, self.context = kind, meets, forks()
         self.processes: dict[int, Any] = {}
+        # One for each process: who is killed holds no lock that others wait for.
+        self.pipes: dict[int, Any] = {}
         self.views: dict[int, list[int]] = {}
 
     def start(self, rank: int, begins: bool = False, dies: float = 0) -> None:
-        args = (rank, self.meets, self.kind, begins, dies, self.told, self.end)
+        self.pipes[rank], other = self.context.Pipe()
+        args = (rank, self.meets, self.kind, begins, dies, other)
         self.processes[rank] = self.context.Process(target=train, args=args, daemon=True)
         self.views.pop(rank, None)
         self.processes[rank].start()
+        other.close()
 
     def kill(self, rank: int) -> None:
         self.processes[rank].kill()
         self.processes[rank].join()
 
     def hear(self) -> None:
-        if self.told._reader.poll(0.1):
-            rank, view = self.told.get()
-            self.views[rank] = view
+        ready = wait([*self.pipes.values()], 0.1)
+        for rank in [rank for rank, pipe in self.pipes.items() if pipe in ready]:
+            try:
+                self.views[rank] = self.pipes[rank].recv()
+            except (EOFError, ConnectionResetError):
+                del self.pipes[rank]
 
     def await_view(self, ranks: list[int], seconds: float = 60) -> None:
         """Until all of them have that view."""
@@ -123,7 +131,8 @@ class Job:
         return rank in self.views
 
     def finish(self) -> None:
-        self.end.set()
+        for pipe in self.pipes.values():
+            pipe.send("end")
         for process in self.processes.values():
             process.join(30)
         assert [process.exitcode for process in self.processes.values()] == [0] * RANKS

@@ -111,11 +111,12 @@ class Jobs:
 
     def __init__(self, path: str) -> None:
         self.context, self.path = forks(), path
-        self.told = self.context.Queue()
+        self.told: Any = None
         self.ends: list[Any] = []
 
     def start(self, ranks: tuple[int, ...] = (0, 1)) -> tuple[list[Any], Any]:
-        end = self.context.Event()
+        # Of its own: who is killed may hold a lock of it.
+        self.told, end = self.context.Queue(), self.context.Event()
         self.ends.append(end)  # a process finds it by then
         job = [
             self.context.Process(
