@@ -31,7 +31,11 @@ class ElasticGroup:
     ) -> None:
         good = isinstance(bootstrap, ferry.Bootstrap)
         got = f"an object of type {type(bootstrap).__name__}"
-        require(good, "ElasticGroup", "bootstrap", got, "one as of ferry.from_environment")
+        expected = (
+            "a ferry.Bootstrap, as of ferry.from_environment: other groups end with their ranks, "
+            "and nobody can come"
+        )
+        require(good, "ElasticGroup", "bootstrap", got, expected)
         good = isinstance(name, str) and name != ""
         require(good, "ElasticGroup", "name", repr(name), "a text that is not empty")
         self.bootstrap = bootstrap

@@ -362,8 +362,8 @@ class LowLatency(Masks):
             refuse(
                 call,
                 "handle",
-                "one of another Buffer",
-                "one that this Buffer returned, since regroup",
+                "one of another Buffer, or from before regroup",
+                "one that this Buffer has returned since",
             )
         # A handle tells neither top-k nor dtype. Where nothing fits, the caller's check says what.
         topk = getattr(topk_idx, "shape", (None,))[-1:]

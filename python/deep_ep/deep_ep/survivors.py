@@ -131,8 +131,9 @@ class Members:
         routes = among_kept[topk_idx.to(torch.int64).clamp(-1, last)].to(topk_idx.dtype)
         if self._refuses and not routes.is_cuda:
             lost = topk_idx[(routes < 0) & (topk_idx >= 0)].tolist()
-            expected = f"experts of ranks {list(self.ranks)}"
-            require(not lost, "low_latency_dispatch", "topk_idx", f"experts {lost[:1]}", expected)
+            got = f"expert {lost[0]}, of a rank that is lost" if lost else ""
+            expected = f"experts of ranks {list(self.ranks)}, or -1"
+            require(not lost, "low_latency_dispatch", "topk_idx", got, expected)
         return routes
 
     def spread(self, columns: Tensor) -> Tensor:

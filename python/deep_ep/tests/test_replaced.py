@@ -215,6 +215,8 @@ def test_who_takes_an_elastic_group() -> None:
     for bad, word in (((None, "a"), "bootstrap"), ((boot, ""), "name"), ((boot, 3), "name")):
         with pytest.raises(RuntimeError, match=f"ElasticGroup: {word}: got"):
             deep_ep.ElasticGroup(*bad)
+    with pytest.raises(RuntimeError, match=r"got a ferry.Bootstrap; .*ElasticGroup\(bootstrap"):
+        deep_ep.Buffer(boot)
     group = deep_ep.ElasticGroup(boot, "some")
     for make in (deep_ep.BucketBuffer, partial(deep_ep.PPBuffer, num_max_inflight_tensors=1)):
         with pytest.raises(RuntimeError, match="group: got an ElasticGroup; expected a process"):

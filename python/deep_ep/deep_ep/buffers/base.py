@@ -203,6 +203,9 @@ def bootstrap_of(call: str, group: Any, comm: Any = None) -> ferry.Bootstrap:
     if isinstance(group, ElasticGroup):
         expected = "a process group, or a communicator of mpi4py: only what has regroup takes it"
         refuse(call, "group", "an ElasticGroup", expected)
+    if isinstance(group, ferry.Bootstrap):
+        expected = "a process group, a communicator of mpi4py, or ElasticGroup(bootstrap, name)"
+        refuse(call, "group", "a ferry.Bootstrap", expected)
     if group is None or hasattr(group, "Get_rank"):
         return ferry.from_mpi(comm if group is None else group)
     return ferry.torch.from_process_group(group)
