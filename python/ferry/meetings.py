@@ -86,12 +86,11 @@ class Meeting:
 
     def _check(self, places: list[tuple[int, ...]]) -> None:
         """All ranks find the same."""
-        here = {own for own, _ in places}
-        for peer, (own, former) in enumerate(places):
-            if former in here or former == 0:
-                continue
-            if peer == self._rank:  # who comes next finds it there, too
-                self._store.add(self._place(self._keys), former - own)
+        here = {0, *(own for own, _ in places)}
+        held = {peer: former for peer, (_, former) in enumerate(places) if former not in here}
+        if self._rank in held:  # who comes next finds it there, too
+            self._store.add(self._place(self._keys), held[self._rank] - self._own)
+        for peer, former in held.items():
             raise self._refused(
                 peer,
                 f"the place of rank {peer} has process {former % (1 << _PID_BITS)} of another job, "

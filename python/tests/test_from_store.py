@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from datetime import timedelta
@@ -154,6 +155,30 @@ def test_two_jobs_of_one_name_are_told_apart(tmp_path: Any) -> None:
     _, end = jobs.start()
     end.set()
     assert jobs.hear() == ["met"] * 2
+
+
+def test_who_was_there_first_meets_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the other job's processes, which were told, still run."""
+    store = DictStore()
+
+    def meet_as(pid: int) -> list[int | None]:
+        monkeypatch.setattr(os, "getpid", lambda: pid)
+        told: list[int | None] = [None, None]
+
+        def rank(number: int) -> None:
+            try:
+                ferry.from_store(store, number, 2).all_gather(b"")
+            except ferry.RefusedError as error:
+                told[number] = error.peer
+
+        run_threads(2, rank)
+        return told
+
+    first, second = os.getpid(), os.getppid()
+    assert meet_as(first) == [None, None]
+    for _ in range(2):
+        assert meet_as(second) == [0, 0]
+        assert meet_as(first) == [None, None]
 
 
 def test_who_comes_beside_one_that_waits_is_told(tmp_path: Any) -> None:
