@@ -24,6 +24,7 @@ class LockedFile {
   const char* failed() const { return failed_; }
   int error() const { return error_; }  ///< the errno of that
   bool busy() const { return busy_; }   ///< it is locked by another process
+  bool gone() const { return gone_; }   ///< who had locked it before has removed it
 
  private:
   void fail(const char* what);
@@ -32,6 +33,7 @@ class LockedFile {
   const char* failed_ = nullptr;
   int error_ = 0;
   bool busy_ = false;
+  bool gone_ = false;
 };
 
 }  // namespace ferry

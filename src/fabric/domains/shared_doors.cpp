@@ -104,7 +104,7 @@ std::optional<SharedDoor> door_in(const std::string& bytes, int rank) {
 }  // namespace
 
 TurnToBegin::TurnToBegin(std::string path, int rank) : path_(std::move(path)), file_(path_, true) {
-  while (file_.error() == EEXIST) {
+  while (file_.error() == EEXIST || file_.gone()) {
     file_ = LockedFile(path_, false);
     if (file_.error() == ENOENT) file_ = LockedFile(path_, true);
   }

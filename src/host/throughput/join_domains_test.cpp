@@ -230,6 +230,28 @@ TEST(BeginDomainsOfHosts, OfThoseThatBeginAtOnceOneDoes) {
   std::filesystem::remove_all(shared);
 }
 
+/// Who opened the file when its holder was about to remove it has no turn: others make a new one.
+TEST(BeginDomainsOfHosts, NoTwoHaveTheTurnWhileOthersEndTheirs) {
+  const std::filesystem::path shared =
+      testing::TempDir() + "ferry_turns_" + std::to_string(process_id());
+  std::filesystem::create_directory(shared);
+  const ferry::fabric::SharedDoors doors(shared, std::string("turns"), 0, 4);
+  std::atomic<int> here = 0, most = 0;
+  on_ranks(4, [&](int) {
+    for (int tries = 0; tries < 3000; ++tries) {
+      try {
+        const auto turn = doors.turn_to_begin();
+        most = std::max(most.load(), ++here);
+        --here;
+      } catch (const Error& error) {
+        ASSERT_EQ(error.kind(), ErrorKind::refused) << error.what();
+      }
+    }
+  });
+  EXPECT_EQ(most, 1);
+  std::filesystem::remove_all(shared);
+}
+
 /// The former holders were not known to be dead: the processes that come prove it.
 TEST(JoinDomainsOfASplit, TheHalfThatLostComesBack) {
   if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -35,6 +36,12 @@ LockedFile::LockedFile(const std::string& path, bool make) {
     if (errno == EINTR) continue;
     busy_ = errno == EWOULDBLOCK;
     fail("locked");
+  }
+  struct stat now{};
+  gone_ = failed_ == nullptr && ::fstat(file_.get(), &now) == 0 && now.st_nlink == 0;
+  if (gone_) {
+    errno = ENOENT;
+    fail("opened");
   }
 }
 
