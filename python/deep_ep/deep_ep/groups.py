@@ -283,9 +283,15 @@ class Groups:
             # Who has not joined yet is watched by the small group alone.
             all_are_in = beside.submit(base.barrier)
             try:
-                while group.view().ranks != left:
+                known, end = {left[0]}, time.monotonic() + self._deadline
+                while (ranks := group.view().ranks) != left:
                     if all_are_in.done():
                         all_are_in.result()  # raises where a rank died
+                        # From here on the small group sees no death.
+                        self._require_there(known.difference(ranks))
+                        if time.monotonic() > end:
+                            self._require_there(set(left).difference(ranks))
+                    known.update(ranks)
                     if _one_waits(group):
                         group.regroup()
                     else:
@@ -295,6 +301,16 @@ class Groups:
                 group.destroy()  # who waits to join it learns that
                 raise
         return group
+
+    def _require_there(self, lost: set[int]) -> None:
+        if lost:
+            raise ferry.PeerFailedError(
+                f"deep_ep: rank {self._base.rank}: rank {min(lost)} died while a group was made "
+                "in which ranks are missing; expected that all call regroup",
+                rank=self._base.rank,
+                peer=min(lost),
+                stage="group with empty places",
+            )
 
     def _block_of_a_domain(self) -> int:
         """The ranks of each domain; 1, by which all reach each other, where these are no blocks."""

@@ -64,9 +64,12 @@ class Survivors:
             part = len(mine).to_bytes(8, "little") + mine[done : done + room]
             told = self._tell(_PART, part)
             if missing := [rank for rank in ranks if rank not in told]:
-                raise RuntimeError(
+                raise ferry.PeerFailedError(
                     f"deep_ep: rank {self.rank}: ranks {missing} left while buffers were made; "
-                    "expected all that began; call again with those that are left"
+                    "expected all that began; call again with those that are left, or regroup",
+                    rank=self.rank,
+                    peer=missing[0],
+                    stage="buffers of those that are left",
                 )
             for rank in ranks:
                 said[rank] += told[rank][8:]

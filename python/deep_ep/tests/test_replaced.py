@@ -9,7 +9,8 @@ import time
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from test_endings import leave
 
 import deep_ep
 import ferry
+from deep_ep.groups import Groups
 
 RANKS, BACK, DIES_AT, LAST, HIDDEN, TOKENS = 4, 1, 3, 8, 256, 12
 EXPERTS, MORE = 8, 10  # the latter only while a rank is missing
@@ -208,6 +210,45 @@ def test_one_process_begins(domain_size: int, tmp_path: Path) -> None:
         leave(buffer)
 
     run_threads(RANKS, rank)
+
+
+class PartOfAGroup:
+    """As rank 1 sees it: rank 0 begins it, and dies when all are in; rank 3 has taken its place."""
+
+    def __init__(self) -> None:
+        self.views = [[0, 1], [1, 3]]
+        self.destroyed = False
+        self.commits = 0
+
+    def view(self) -> Any:
+        return SimpleNamespace(ranks=self.views[0], step=0)
+
+    def commit(self, step: int) -> bool:
+        self.commits += 1
+        assert self.commits < 100, "it waits for ever"
+        return len(self.views) > 1
+
+    def regroup(self) -> None:
+        self.views.pop(0)
+
+    def destroy(self) -> None:
+        self.destroyed = True
+
+
+def test_a_rank_dies_when_all_are_in_a_group_with_empty_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The small group, whose barrier is over, no longer says so."""
+    groups, part = object.__new__(Groups), PartOfAGroup()
+    groups._base = cast(
+        Any, SimpleNamespace(rank=1, size=4, domains=1, nics=list, barrier=lambda: None)
+    )
+    groups._meeting = cast(Any, SimpleNamespace(all_gather=lambda mine: [mine] * 3))
+    groups._left, groups._arbiter, groups._deadline, groups._of_all = [0, 1, 3], {}, 5, {}
+    monkeypatch.setattr(groups, "_make", lambda *_, **__: part)
+    with pytest.raises(ferry.PeerFailedError, match="rank 1: rank 0 died") as caught:
+        groups.of(8, torch.device("cpu"))
+    assert (caught.value.peer, part.destroyed) == (0, True)
 
 
 def test_who_takes_an_elastic_group() -> None:
