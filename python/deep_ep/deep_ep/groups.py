@@ -282,6 +282,8 @@ class Groups:
         with ThreadPoolExecutor(1) as beside:
             # Who has not joined yet is watched by the small group alone.
             all_are_in = beside.submit(base.barrier)
+            # A death, or a regroup of others, ends what this rank waits for in the new group.
+            all_are_in.add_done_callback(lambda done: group.destroy() if done.exception() else None)
             try:
                 known, end = {left[0]}, time.monotonic() + self._deadline
                 while (ranks := group.view().ranks) != left:
@@ -297,8 +299,10 @@ class Groups:
                     else:
                         time.sleep(_PAUSE)
                 all_are_in.result()
-            except BaseException:
+            except BaseException as error:
                 group.destroy()  # who waits to join it learns that
+                if isinstance(error, ferry.DestroyedError):
+                    all_are_in.result()
                 raise
         return group
 

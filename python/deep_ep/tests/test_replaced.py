@@ -9,6 +9,7 @@ import time
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -249,6 +250,32 @@ def test_a_rank_dies_when_all_are_in_a_group_with_empty_places(
     with pytest.raises(ferry.PeerFailedError, match="rank 1: rank 0 died") as caught:
         groups.of(8, torch.device("cpu"))
     assert (caught.value.peer, part.destroyed) == (0, True)
+
+
+def test_a_death_ends_the_wait_in_a_group_with_empty_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others regroup the small group meanwhile, and wait there for this rank."""
+    groups, part, waits = object.__new__(Groups), PartOfAGroup(), Event()
+    ended = Event()
+
+    def barrier() -> None:
+        assert waits.wait(5)
+        raise ferry.PeerFailedError("rank 0 called regroup", rank=1, peer=0)
+
+    def regroup() -> None:
+        waits.set()
+        assert ended.wait(5), "nothing ends it"
+        raise ferry.DestroyedError("regroup")
+
+    groups._base = cast(Any, SimpleNamespace(rank=1, size=4, domains=1, nics=list, barrier=barrier))
+    groups._meeting = cast(Any, SimpleNamespace(all_gather=lambda mine: [mine] * 3))
+    groups._left, groups._arbiter, groups._deadline, groups._of_all = [0, 1, 3], {}, 5, {}
+    monkeypatch.setattr(groups, "_make", lambda *_, **__: part)
+    monkeypatch.setattr(part, "regroup", regroup)
+    monkeypatch.setattr(part, "destroy", ended.set)
+    with pytest.raises(ferry.PeerFailedError, match="rank 0 called regroup"):
+        groups.of(8, torch.device("cpu"))
 
 
 def test_who_takes_an_elastic_group() -> None:
