@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import os
 import struct
-from pathlib import Path
 
 from ferry.arguments import describe, refuse
 from ferry.errors import DeadlineExceededError, RefusedError
@@ -125,8 +124,8 @@ def _word_of(pid: int) -> int:
     """Of a process of this host: its number, and above that digits that no other process has, here
     or elsewhere; 0: it does not run, or the system does not tell."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        state, *fields = _text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        boot = _text_of("/proc/sys/kernel/random/boot_id")
         told = boot, os.readlink("/proc/self/ns/pid"), pid, fields[18]  # when it began
     except (OSError, IndexError, ValueError):
         return 0
@@ -134,3 +133,8 @@ def _word_of(pid: int) -> int:
         return 0
     digits = hashlib.blake2b(repr(told).encode(), digest_size=5).digest()
     return int.from_bytes(digits, "little") << _PID_BITS | pid
+
+
+def _text_of(path: str) -> str:
+    with open(path) as file:  # without pathlib, which takes milliseconds to import
+        return file.read()
