@@ -37,8 +37,7 @@ void print(const char* part, const DecodeCounts& all, bool right, double seconds
   std::printf(
       "{\"part\": \"%s\", \"rounds\": %lld, \"tokens\": %lld, \"deaths\": %d, \"joins\": %d, "
       "\"epochs\": %lld,\n \"zeroed_in_the_round_of_a_loss\": %lld, \"longest_s_without_a_step\": "
-      "%.1f, "
-      "\"wrong\": %d, \"seconds\": %.0f}\n",
+      "%.1f, \"wrong\": %d, \"seconds\": %.0f}\n",
       part, number(all.rounds), number(all.tokens), all.kills, all.joins, number(all.epochs),
       number(all.zeroed), all.longest, right ? 0 : 1, seconds);
   std::fflush(stdout);

@@ -68,10 +68,9 @@ DomainEngine::~DomainEngine() {
     const OnDevice here(device().index);
     constexpr auto kMost = 2s;
     const auto start = std::chrono::steady_clock::now();
-    const auto has_ended = [](const GpuEvent& event) { return !event || is_done(event); };
     bool ended = false;
     while (!ended && std::chrono::steady_clock::now() - start < kMost) {
-      ended = has_ended(last_) && has_ended(buffer_used_);
+      ended = is_done(last_) && is_done(buffer_used_);
       if (!ended) std::this_thread::sleep_for(50us);
     }
     if (!ended) {  // the GPU may still write: its memory is never given back
@@ -90,7 +89,7 @@ void DomainEngine::destroy() {
   try {
     const OnDevice here(device().index);
     const auto start = std::chrono::steady_clock::now();
-    while (!channel_.dead() && last_ && !is_done(last_) &&
+    while (!channel_.dead() && !is_done(last_) &&
            std::chrono::steady_clock::now() - start < kPolite) {
       std::this_thread::sleep_for(50us);
     }
@@ -240,7 +239,7 @@ std::shared_ptr<VaultEngine> DomainEngine::make_vault(std::size_t version_bytes)
   engine::Regroup::check_possible(kVault, *parts_.memory, carrier_ != nullptr, domains());
   const DomainCall call(*this, kVault, nullptr);
   if (!vault_group_) {
-    poll([&] { return !last_ || is_done(last_); }, config_.deadline, config_.on_wait);
+    poll([&] { return is_done(last_); }, config_.deadline, config_.on_wait);
     vault_group_ = std::make_unique<DomainVault>(*this);
   }
   return vault_.open(*vault_group_, version_bytes);

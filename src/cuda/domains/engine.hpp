@@ -238,7 +238,7 @@ class DomainUse final : public Use {
   }
   bool has_ended() const override {
     std::scoped_lock lock(mutex_);
-    return launched_ && (!end_ || is_done(end_));
+    return launched_ && is_done(end_);
   }
   /// All is launched; null: nothing was, or the GPU is going away.
   void ends_at(GpuEvent end) {

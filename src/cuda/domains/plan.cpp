@@ -77,7 +77,7 @@ std::vector<std::int32_t> DomainEngine::read_routes(DomainCall& call,
   const std::size_t span =
       index((tokens - 1) * topk_idx.strides[0] + (topk - 1) * topk_idx.strides[1] + 1) *
       size_of(topk_idx.dtype);
-  if (buffer_used_) poll([&] { return is_done(buffer_used_); }, kUntilItEnds, config_.on_wait);
+  poll([&] { return is_done(buffer_used_); }, kUntilItEnds, config_.on_wait);
   std::byte* copy = buffer_.take(span);
   check(cudaMemcpyAsync(copy, topk_idx.data, span, cudaMemcpyDeviceToHost, call.native()),
         "cudaMemcpyAsync");
@@ -98,7 +98,7 @@ std::vector<std::int32_t> DomainEngine::read_routes(DomainCall& call,
 
 void DomainEngine::to_gpu(DomainCall& call, void* to, const void* from, std::size_t bytes) {
   if (bytes == 0) return;
-  if (buffer_used_) poll([&] { return is_done(buffer_used_); }, kUntilItEnds, config_.on_wait);
+  poll([&] { return is_done(buffer_used_); }, kUntilItEnds, config_.on_wait);
   std::byte* copy = buffer_.take(bytes);
   std::memcpy(copy, from, bytes);
   check(cudaMemcpyAsync(to, copy, bytes, cudaMemcpyHostToDevice, call.native()), "cudaMemcpyAsync");

@@ -70,11 +70,10 @@ engine::Epoch DomainEpochChange::agree(engine::Generation used) {
 /// Nothing that this group has launched outside of the engine inside runs any more.
 void DomainEpochChange::await_streams() {
   const int rank = engine_.rank();
-  const auto ended = [](const GpuEvent& event) { return !event || is_done(event); };
   const GpuEvent beside = engine_.inside().gpu().events()->take();
   check(cudaEventRecord(beside.get(), engine_.beside_), "cudaEventRecord");
   try {
-    poll([&] { return ended(beside) && ended(engine_.last_) && ended(engine_.buffer_used_); },
+    poll([&] { return is_done(beside) && is_done(engine_.last_) && is_done(engine_.buffer_used_); },
          engine_.config_.deadline, engine_.config_.on_wait);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::deadline) throw;

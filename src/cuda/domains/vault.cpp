@@ -2,7 +2,6 @@
 
 #include <future>
 
-#include "base/process_limits.hpp"
 #include "cuda/domains/engine.hpp"
 
 namespace ferry::cuda {
@@ -34,36 +33,18 @@ Device DomainVault::device() const {
   return engine_.device();
 }
 
-/// Behind what crosses of the calls before. `work` uses what the caller has: whatever is thrown, it
+/// On the proxy's thread, which hears of it if the group fails, behind what crosses of the calls
+/// before. `work` uses what the caller has: whatever is thrown, it
 /// has ended.
 void DomainVault::in_turn(const char* call, const std::function<void()>& work) {
   const DomainCall turn(engine_, call, nullptr);
   auto running = std::make_shared<std::promise<void>>();
   const std::future<void> over = running->get_future();  // once the proxy has let go of the step
   try {
-    engine_.proxy_->run([this, call, &work, running = std::move(running)] { run_step(call, work); },
+    engine_.proxy_->run([this, call, &work, running = std::move(running)] { run_call(call, work); },
                         engine_.config_.on_wait);
   } catch (...) {
     over.wait();
-    throw;
-  }
-}
-
-/// On the proxy's thread, which hears of it if the group fails.
-void DomainVault::run_step(const char* call, const std::function<void()>& work) {
-  const auto fail = [&](const std::exception& thrown, ErrorKind kind) {
-    if (!channel().all_ranks_threw()) channel().fail(call, thrown.what(), kind);
-  };
-  channel().all_ranks_threw();
-  channel().enter_call({call_named(call), 0});
-  try {
-    in_words(channel().rank(), call, work);
-    channel().check_evicted(call);
-  } catch (const Error& error) {
-    fail(error, error.kind());
-    throw;
-  } catch (const std::exception& error) {
-    fail(error, ErrorKind::system);
     throw;
   }
 }

@@ -27,8 +27,6 @@ class DomainVault final : public engine::VaultGroup {
   void copy(std::span<const engine::DeviceCopy> copies, const Stream* stream) override;
 
  private:
-  void run_step(const char* call, const std::function<void()>& work);
-
   DomainEngine& engine_;
   VaultCopies copies_;
 };

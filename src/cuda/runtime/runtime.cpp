@@ -177,6 +177,7 @@ GpuEvent EventPool::record(cudaStream_t stream) noexcept {
 }
 
 bool is_done(const GpuEvent& event) {
+  if (!event) return true;
   const cudaError_t result = cudaEventQuery(event.get());
   if (result == cudaErrorNotReady) {
     (void)cudaGetLastError();

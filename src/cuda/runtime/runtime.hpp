@@ -75,7 +75,7 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
   std::vector<cudaEvent_t> free_;
 };
 
-/// Never blocks. Throws Error(system) when the GPU has failed.
+/// True of no event. Never blocks. Throws Error(system) when the GPU has failed.
 bool is_done(const GpuEvent& event);
 
 }  // namespace ferry::cuda

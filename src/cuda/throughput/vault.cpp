@@ -1,6 +1,5 @@
 #include "cuda/throughput/vault.hpp"
 
-#include "base/process_limits.hpp"
 #include "cuda/throughput/engine.hpp"
 #include "cuda/throughput/turn.hpp"
 
@@ -36,25 +35,12 @@ void VaultOnGpu::in_turn(const char* call, const std::function<void()>& work) {
   engine_.await_calls(call);
   const std::scoped_lock paused(engine_.watching_);
   engine_.check_usable(call);
-  channel().all_ranks_threw();
-  channel().enter_call({call_named(call), 0});
   try {
-    in_words(channel().rank(), call, work);
-    channel().check_evicted(call);
-  } catch (const Error& error) {
-    fail(call, error, error.kind());
-    throw;
-  } catch (const std::exception& error) {
-    fail(call, error, ErrorKind::system);
+    run_call(call, work);
+  } catch (...) {
+    if (channel().dead()) engine_.words_.raise_abort();
     throw;
   }
-  channel().enter_call({});
-}
-
-void VaultOnGpu::fail(const char* call, const std::exception& thrown, ErrorKind kind) {
-  if (channel().all_ranks_threw()) return channel().enter_call({});
-  channel().fail(call, thrown.what(), kind);
-  engine_.words_.raise_abort();
 }
 
 void VaultOnGpu::copy(std::span<const engine::DeviceCopy> copies, const Stream* stream) {

@@ -26,8 +26,6 @@ class VaultOnGpu final : public engine::VaultGroup {
   void copy(std::span<const engine::DeviceCopy> copies, const Stream* stream) override;
 
  private:
-  void fail(const char* call, const std::exception& thrown, ErrorKind kind);
-
   CudaEngine& engine_;
   Domains topology_;
   VaultCopies copies_;

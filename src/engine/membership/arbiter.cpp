@@ -17,6 +17,7 @@ namespace ferry::engine {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x32424152'59525246;  // "FRRYRAB2"
+constexpr std::size_t kMostOfPathShown = 200;
 constexpr const char* kWhereShared = "; the directory must be one that all hosts share";
 
 std::string hex(std::uint64_t value) {
@@ -63,8 +64,8 @@ ArbiterFile::ArbiterFile(const std::string& directory, const fabric::JobKey& gro
 
 void ArbiterFile::refuse(const std::string& what) const {
   throw Error(ErrorKind::system,
-              "rank " + std::to_string(rank_) + ": the arbiter's file " + printable(path_, 200) +
-                  " " + what,
+              "rank " + std::to_string(rank_) + ": the arbiter's file " +
+                  printable(path_, kMostOfPathShown) + " " + what,
               {.rank = rank_});
 }
 

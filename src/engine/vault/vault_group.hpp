@@ -54,6 +54,11 @@ class VaultGroup {
   void go_on_from(std::uint64_t step);
   /// Before memory grows: see Room.
   void free_held();
+
+ protected:
+  /// Runs `work` as this call, on the thread that has the channel. Whatever it throws fails the
+  /// group, unless it said `all_ranks_throw`.
+  void run_call(const char* call, const std::function<void()>& work);
 };
 
 }  // namespace ferry::engine

@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::uint64_t kSharedDoorMagic = 0x32524f'4f445952;  // "RYDOOR2"
 constexpr std::size_t kMostBytes = std::size_t{64} << 10;
-constexpr std::size_t kMostShown = 200;
+constexpr std::size_t kMostOfPathShown = 200;
 constexpr const char* kMayWrite =
     "; the directory (arbiter) must be one in which this user may write";
 constexpr unsigned kOthers = 077;  // permissions of other users
@@ -116,7 +116,7 @@ TurnToBegin::TurnToBegin(std::string path, int rank) : path_(std::move(path)), f
                 {.rank = rank});
   }
   throw Error(ErrorKind::system,
-              start + "the file " + printable(path_, kMostShown) +
+              start + "the file " + printable(path_, kMostOfPathShown) +
                   ", which keeps others from it, could not be " + file_.failed() + ": " +
                   std::generic_category().message(file_.error()) + kMayWrite,
               {.rank = rank});
@@ -162,7 +162,7 @@ void SharedDoors::show(const SharedDoor& own) const {
   std::filesystem::remove(fresh, error);
   throw Error(
       ErrorKind::system,
-      "rank " + std::to_string(rank_) + ": elastic: the file " + printable(path, kMostShown) +
+      "rank " + std::to_string(rank_) + ": elastic: the file " + printable(path, kMostOfPathShown) +
           ", by which processes of other hosts find the group, could not be " + failed + kMayWrite,
       {.rank = rank_});
 }
