@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include "membership_world.hpp"
+#include "membership_search.hpp"
 
 namespace ferry::model::membership_model {
 namespace {
@@ -19,7 +19,7 @@ std::string text_of(const MembershipReport& report) {
 }
 template <class Traits = SmallTraits>
 MembershipReport membership(const MembershipCase& what) {
-  return MembershipWorld<Traits>(what).run();
+  return MembershipSearch<Traits>(what).run();
 }
 void expect_sound(const char* what, const MembershipCase& bounds) {
   const MembershipReport report = membership(bounds);

@@ -1,17 +1,13 @@
-// Ranks that run protocol/membership.hpp, and a search through all that may happen to them. The
-// protocol has no shared memory, only statements; so a state is a plain value, and the search takes
-// orders of events instead of orders of loads (explorer.hpp). Statements arrive in the order in
-// which they were sent, except for a bounded number that are late for as long as they like; all
-// other events happen at any moment. Random walks have no such bound.
+// Ranks that run protocol/membership.hpp, all that may happen to them, and what must hold. The
+// protocol has no shared memory, only statements; so a state is a plain value. Statements arrive in
+// the order in which they were sent, except for a bounded number that are late for as long as they
+// like; all other events happen at any moment.
 #pragma once
 
 #include <array>
-#include <bit>
 #include <cstdint>
-#include <cstring>
 #include <string>
 #include <type_traits>
-#include <unordered_set>
 #include <vector>
 
 #include "protocol/membership.hpp"
@@ -47,13 +43,6 @@ struct MembershipCase {
   std::uint64_t most = 300'000;  ///< states; reaching it is a failure
 };
 
-struct MembershipReport {
-  std::string failure;  ///< empty: none
-  std::vector<std::string> events;
-  std::uint64_t states = 0;
-  bool complete = false;
-};
-
 template <class Traits = SmallTraits>
 class MembershipWorld {
  public:
@@ -65,20 +54,6 @@ class MembershipWorld {
 
   explicit MembershipWorld(const MembershipCase& what) : case_(what) {}
 
-  MembershipReport run() {
-    const State first = start();
-    if (case_.walks > 0) {
-      for (std::uint64_t seed = 1; seed <= case_.walks && report_.failure.empty(); ++seed) {
-        walk(first, seed);
-      }
-      report_.complete = true;
-    } else {
-      report_.complete = search(first) || !report_.failure.empty();
-    }
-    return report_;
-  }
-
- private:
   static constexpr int kProcesses = 4;
   static constexpr int kEpochs = 14;
   static constexpr std::uint64_t kTicket = 7;
@@ -111,22 +86,6 @@ class MembershipWorld {
   };
   static_assert(std::is_trivially_copyable_v<State>);
 
-  static std::size_t at(int i) { return static_cast<std::size_t>(i); }
-  int count() const { return case_.ranks + (case_.joins >= 0 ? 1 : 0); }
-  int seat(int process) const { return process < case_.ranks ? process : case_.joins; }
-  bool is_cut(const State& s, int from, int to) const {
-    return (s.cut >> (from * kProcesses + to) & 1) != 0;
-  }
-  /// The process that has the seat in that epoch.
-  int occupant(const State& s, int seat_of, std::uint64_t epoch) const {
-    return seat_of == case_.joins && s.joined != 0 && epoch >= s.joined ? case_.ranks : seat_of;
-  }
-
-  Rank founder(int p) const {
-    return case_.ranks == 1 ? Rank::lone_founder(p, case_.arbiter)
-                            : Rank::founder(p, case_.ranks, case_.arbiter);
-  }
-
   State start() {
     State s;
     s.decided[at(static_cast<int>(founder(0).view().epoch))] = founder(0).view();
@@ -150,6 +109,87 @@ class MembershipWorld {
       follow_up(s, 0, before, 0);
     }
     return s;
+  }
+
+  static constexpr int kKinds = 17;
+  int events() const { return kKinds * kProcesses * kProcesses; }
+  /// False: it cannot happen, or changes nothing.
+  bool apply(State& s, int event) {
+    const bool happens = try_event(s, event);
+    if (happens) forget_those_gone(s);
+    return happens;
+  }
+  /// Quickly: whether `apply` is worth a try.
+  bool may(const State& s, int event) const {
+    const int kind = event / (kProcesses * kProcesses);
+    const int p = event / kProcesses % kProcesses, q = event % kProcesses;
+    if (p >= count() || q >= count() || (kind >= 7 && q != 0) || (kind < 7 && p == q)) return false;
+    if (kind < 3) return may_arrive(s, p, q) && (kind == 0 || s.deaths < case_.deaths);
+    if (kind == 4) return s.processes[at(q)].alive == 0;
+    if (kind == 5) return case_.closes;
+    if (kind == 6) return s.cuts < case_.cuts;
+    if (kind == 7) return s.retries < case_.retries;
+    if (kind == 8) return case_.arbiter;
+    if (kind == 9) return case_.gives_up;
+    if (kind == 10) return s.deaths < case_.deaths;
+    if (kind == 13) return case_.knocks;
+    if (kind == 14) return case_.goes_on;
+    if (kind == 15) return s.regroups < case_.regroups;
+    return kind == 3 || kind == 16 || case_.generations > 0;
+  }
+  std::string name(int event) const {
+    static const char* const kNames[] = {"hears",
+                                         "hears, dies unheard",
+                                         "hears, dies speaking",
+                                         "suspects",
+                                         "proves the death of",
+                                         "closes to",
+                                         "is not heard by",
+                                         "retries",
+                                         "asks the arbiter",
+                                         "gives up",
+                                         "dies",
+                                         "uses a generation",
+                                         "commits a step",
+                                         "has it from who joins that the former one has ended",
+                                         "goes on",
+                                         "calls regroup",
+                                         "the next statement is late"};
+    const int kind = event / (kProcesses * kProcesses);
+    const int p = event / kProcesses % kProcesses, q = event % kProcesses;
+    const std::string a = std::to_string(kind < 3 ? q : p), b = std::to_string(kind < 3 ? p : q);
+    return a + " " + kNames[kind] + (kind < 7 ? " " + b : "");
+  }
+  std::uint64_t newest_epoch(const State& s) const {
+    std::uint64_t epoch = 0;
+    for (int p = 0; p < count(); ++p) {
+      if (active(s, p)) epoch = std::max(epoch, s.processes[at(p)].rank.view().epoch);
+    }
+    return epoch;
+  }
+  /// Notes what must not be; `progress`: also whether the group can go on from here.
+  void check(const State& s, bool progress) {
+    expect_invariants(s);
+    if (progress && failure_.empty()) expect_progress(s);
+  }
+  /// Empty: none was noted.
+  const std::string& failure() const { return failure_; }
+
+ private:
+  static std::size_t at(int i) { return static_cast<std::size_t>(i); }
+  int count() const { return case_.ranks + (case_.joins >= 0 ? 1 : 0); }
+  int seat(int process) const { return process < case_.ranks ? process : case_.joins; }
+  bool is_cut(const State& s, int from, int to) const {
+    return (s.cut >> (from * kProcesses + to) & 1) != 0;
+  }
+  /// The process that has the seat in that epoch.
+  int occupant(const State& s, int seat_of, std::uint64_t epoch) const {
+    return seat_of == case_.joins && s.joined != 0 && epoch >= s.joined ? case_.ranks : seat_of;
+  }
+
+  Rank founder(int p) const {
+    return case_.ranks == 1 ? Rank::lone_founder(p, case_.arbiter)
+                            : Rank::founder(p, case_.ranks, case_.arbiter);
   }
 
   // ---- what a process does after each event, in one go
@@ -219,7 +259,7 @@ class MembershipWorld {
   }
 
   void fail(const char* what) {
-    if (report_.failure.empty()) report_.failure = what;
+    if (failure_.empty()) failure_ = what;
   }
 
   void entered(State& s, int p, const Process& before) {
@@ -469,14 +509,6 @@ class MembershipWorld {
     return true;
   }
 
-  static constexpr int kKinds = 17;
-  int events() const { return kKinds * kProcesses * kProcesses; }
-  /// False: it cannot happen, or changes nothing.
-  bool apply(State& s, int event) {
-    const bool happens = try_event(s, event);
-    if (happens) forget_those_gone(s);
-    return happens;
-  }
   bool try_event(State& s, int event) {
     const int kind = event / (kProcesses * kProcesses);
     const int p = event / kProcesses % kProcesses, q = event % kProcesses;
@@ -502,54 +534,12 @@ class MembershipWorld {
       default: return p == 0 && delay(s);
     }
   }
-  /// Quickly: whether `apply` is worth a try.
-  bool may(const State& s, int event) const {
-    const int kind = event / (kProcesses * kProcesses);
-    const int p = event / kProcesses % kProcesses, q = event % kProcesses;
-    if (p >= count() || q >= count() || (kind >= 7 && q != 0) || (kind < 7 && p == q)) return false;
-    if (kind < 3) return may_arrive(s, p, q) && (kind == 0 || s.deaths < case_.deaths);
-    if (kind == 4) return s.processes[at(q)].alive == 0;
-    if (kind == 5) return case_.closes;
-    if (kind == 6) return s.cuts < case_.cuts;
-    if (kind == 7) return s.retries < case_.retries;
-    if (kind == 8) return case_.arbiter;
-    if (kind == 9) return case_.gives_up;
-    if (kind == 10) return s.deaths < case_.deaths;
-    if (kind == 13) return case_.knocks;
-    if (kind == 14) return case_.goes_on;
-    if (kind == 15) return s.regroups < case_.regroups;
-    return kind == 3 || kind == 16 || case_.generations > 0;
-  }
   void forget_those_gone(State& s) {
     for (int to = 0; to < count(); ++to) {
       if (active(s, to)) continue;
       for (int from = 0; from < count(); ++from) drop(s, from, to);
     }
   }
-  std::string name(int event) const {
-    static const char* const kNames[] = {"hears",
-                                         "hears, dies unheard",
-                                         "hears, dies speaking",
-                                         "suspects",
-                                         "proves the death of",
-                                         "closes to",
-                                         "is not heard by",
-                                         "retries",
-                                         "asks the arbiter",
-                                         "gives up",
-                                         "dies",
-                                         "uses a generation",
-                                         "commits a step",
-                                         "has it from who joins that the former one has ended",
-                                         "goes on",
-                                         "calls regroup",
-                                         "the next statement is late"};
-    const int kind = event / (kProcesses * kProcesses);
-    const int p = event / kProcesses % kProcesses, q = event % kProcesses;
-    const std::string a = std::to_string(kind < 3 ? q : p), b = std::to_string(kind < 3 ? p : q);
-    return a + " " + kNames[kind] + (kind < 7 ? " " + b : "");
-  }
-
   // ---- progress: from any state, if everything arrives from now on, the group goes on
 
   void expect_progress(const State& from) {
@@ -568,7 +558,7 @@ class MembershipWorld {
         send(s, p, q);
       }
     }
-    for (int round = 0; round < 60 && report_.failure.empty(); ++round) {
+    for (int round = 0; round < 60 && failure_.empty(); ++round) {
       bool any = false;
       for (int p = 0; p < count(); ++p) {
         for (int q = 0; q < count(); ++q) any = deliver(s, p, q, 0) || any;
@@ -596,13 +586,6 @@ class MembershipWorld {
     }
     if (!settled(s)) fail("stuck, though a quorum is alive and hears everything");
   }
-  std::uint64_t newest_epoch(const State& s) const {
-    std::uint64_t epoch = 0;
-    for (int p = 0; p < count(); ++p) {
-      if (active(s, p)) epoch = std::max(epoch, s.processes[at(p)].rank.view().epoch);
-    }
-    return epoch;
-  }
   /// The newest view has all who are left, and they run; or these are no quorum.
   bool settled(const State& s) const {
     const std::uint64_t epoch = newest_epoch(s);
@@ -621,98 +604,8 @@ class MembershipWorld {
     return running;
   }
 
-  // ---- the search
-
-  static std::uint64_t hash(const State& s) {
-    static_assert(sizeof(State) % 8 == 0);
-    std::uint64_t h = 0x9e3779b97f4a7c15ull;
-    const auto* bytes = reinterpret_cast<const unsigned char*>(&s);
-    for (std::size_t i = 0; i < sizeof(State); i += 8) {
-      std::uint64_t word;
-      std::memcpy(&word, bytes + i, 8);
-      h = (std::rotl(h, 5) ^ word) * 0xbf58476d1ce4e5b9ull;
-      h ^= h >> 31;
-    }
-    return h;
-  }
-
-  bool reached(const State& s, std::uint64_t h) {
-    expect_invariants(s);
-    if (h % kProgressEvery == 0 && report_.failure.empty()) expect_progress(s);
-    return report_.failure.empty();
-  }
-
-  /// Every state that can be reached, each once.
-  bool search(const State& first) {
-    struct Frame {
-      State state;
-      int next = 0;
-      int event = -1;
-    };
-    std::unordered_set<std::uint64_t> visited;
-    std::vector<Frame> stack;
-    stack.push_back({first, 0, -1});
-    while (!stack.empty()) {
-      const std::size_t top = stack.size() - 1;
-      if (stack[top].next == events()) {
-        stack.pop_back();
-        continue;
-      }
-      const int event = stack[top].next++;
-      if (!may(stack[top].state, event)) continue;
-      State s = stack[top].state;
-      if (!apply(s, event) && report_.failure.empty()) continue;
-      const std::uint64_t h = hash(s);
-      const bool fresh = visited.insert(h).second;
-      if (!report_.failure.empty() || (fresh && !reached(s, h))) {
-        for (const Frame& frame : stack) {
-          if (frame.event >= 0) report_.events.push_back(name(frame.event));
-        }
-        report_.events.push_back(name(event));
-        return true;
-      }
-      if (!fresh) continue;
-      report_.states = visited.size();
-      if (report_.states > case_.most) return false;
-      stack.push_back({s, 0, event});
-    }
-    return true;
-  }
-
-  void walk(const State& first, std::uint64_t seed) {
-    std::uint64_t random = seed * 0x9e3779b97f4a7c15ull;
-    State s = first;
-    std::vector<std::string> events_so_far;
-    for (int length = 0; length < 150; ++length) {
-      int tries = 0;
-      for (;; ++tries) {
-        if (tries == 100 * events()) return;
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
-        const int event = static_cast<int>(random % static_cast<std::uint64_t>(events()));
-        // Rare events: most of a walk is statements that arrive.
-        const int kind = event / (kProcesses * kProcesses);
-        if (!may(s, event)) continue;
-        if (kind != 0 && kind != 4 && kind < 11 && random >> 32 & 7) continue;
-        State next = s;
-        if (!apply(next, event)) continue;
-        events_so_far.push_back(name(event));
-        s = next;
-        break;
-      }
-      if (newest_epoch(s) + 4 > kEpochs) return;  // room for what `expect_progress` adds
-      ++report_.states;
-      if (!report_.failure.empty() || !reached(s, length == 149 || length % 37 == 36 ? 0 : 1)) {
-        report_.events = events_so_far;
-        return;
-      }
-    }
-  }
-
-  static constexpr std::uint64_t kProgressEvery = 8;
   MembershipCase case_;
-  MembershipReport report_;
+  std::string failure_{};
   bool healing_ = false;
 };
 
