@@ -21,7 +21,11 @@ _PLACES = struct.Struct("<QQ")  # of the rank that speaks: its process, and a fo
 def next_meeting(store: Any, rank: int, size: int, name: str) -> str:
     """Before the keys of this rank's next meeting. A store may outlive a group, and has its keys
     when the next one is made."""
-    return f"{name}/{size}/{store.add(f'{name}/{size}/meetings/{rank}', 1)}"
+    return f"{name}/{size}/{store.add(_counter(f'{name}/{size}', rank), 1)}"
+
+
+def _counter(job: str, rank: int) -> str:
+    return f"{job}/meetings/{rank}"
 
 
 def is_late(error: Exception) -> bool:
@@ -37,6 +41,8 @@ class Meeting:
     def __init__(self, store: Any, rank: int, size: int, name: str) -> None:
         self._store, self._rank, self._size, self._name = store, rank, size, name
         self._keys = next_meeting(store, rank, size, name)
+        self._job, _, number = self._keys.rpartition("/")
+        self._before = int(number) - 1  # 0: there was none
         self._rounds = itertools.count()
         self._own = _word_of(os.getpid())
         store.add(self._place(self._keys), self._own)
@@ -44,20 +50,20 @@ class Meeting:
     def _former(self) -> int:
         """The process that had this rank's place in the meeting before, if it still runs; 0: none,
         or nobody can tell."""
-        start, _, number = self._keys.rpartition("/")
-        before = int(number) - 1
-        former = self._store.add(self._place(f"{start}/{before}"), 0) if before else 0
+        if self._before == 0:
+            return 0
+        former = self._store.add(self._place(f"{self._job}/{self._before}"), 0)
         if former not in (0, self._own):
-            self._check_that_all_came(before)
+            self._check_that_all_came_before()
         return former if _word_of(former % (1 << _PID_BITS)) == former else 0
 
     def _place(self, keys: str) -> str:
         return f"{keys}/place/{self._rank}"
 
-    def _check_that_all_came(self, before: int) -> None:
+    def _check_that_all_came_before(self) -> None:
         """To the meeting before, in which another process was this rank."""
         for peer in range(self._size):
-            if self._store.add(f"{self._name}/{self._size}/meetings/{peer}", 0) < before:
+            if self._store.add(_counter(self._job, peer), 0) < self._before:
                 raise self._refused(
                     peer,
                     f"another process came as rank {self._rank} before, and rank {peer} has not "
@@ -68,7 +74,7 @@ class Meeting:
     def _refused(self, peer: int, why: str) -> RefusedError:
         return RefusedError(
             f"from_store: rank {self._rank} under the name {self._name!r} (keys "
-            f"{self._name}/{self._size}/...): {why}; give each job a name of its own, "
+            f"{self._job}/...): {why}; give each job a name of its own, "
             "from_store(..., name=)",
             rank=self._rank,
             peer=peer,
@@ -80,6 +86,11 @@ class Meeting:
         if number > 0:
             return self._gather(number, mine)
         parts = self._gather(0, _PLACES.pack(self._own, self._former()) + mine)
+        for peer, part in enumerate(parts):
+            if len(part) < _PLACES.size:
+                got = f"{len(part)} bytes of rank {peer}"
+                expected = f"at least {_PLACES.size}, as of a rank with this version of Ferry"
+                refuse("from_store: store.get", got, expected)
         self._check([_PLACES.unpack_from(part) for part in parts])
         return [part[_PLACES.size :] for part in parts]
 
@@ -89,7 +100,8 @@ class Meeting:
         held = {peer: former for peer, (_, former) in enumerate(places) if former not in here}
         if self._rank in held:  # who comes next finds it there, too
             self._store.add(self._place(self._keys), held[self._rank] - self._own)
-        for peer, former in held.items():
+        if held:
+            peer, former = min(held.items())
             raise self._refused(
                 peer,
                 f"the place of rank {peer} has process {former % (1 << _PID_BITS)} of another job, "

@@ -12,10 +12,11 @@ import os
 import random
 import secrets
 import socket
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import ferry
@@ -149,3 +150,13 @@ def kept(
     yield get
     for processes in made.values():
         processes.stop()
+
+
+def run_to_an_end(ranks: list[Any], seconds: float = 60) -> list[int | None]:
+    """Until all have ended, or one badly: the others would wait for it."""
+    end = time.monotonic() + seconds
+    while any(rank.exitcode is None for rank in ranks) and time.monotonic() < end:
+        if any(rank.exitcode for rank in ranks):
+            break
+        wait([rank.sentinel for rank in ranks if rank.exitcode is None], timeout=0.2)
+    return [rank.exitcode for rank in ranks]

@@ -13,7 +13,8 @@ DEADLINE = 20.0  # seconds; a test that reaches it has failed
 
 
 def run_threads(size: int, one: Callable[[int], T]) -> list[T]:
-    """`one(rank)` on every rank; their results in rank order, or the error that came first."""
+    """`one(rank)` on every rank; their results in rank order, or the error that came first, whose
+    notes have all of them."""
     errors: list[tuple[int, BaseException]] = []
 
     def noted(rank: int) -> T:
@@ -27,6 +28,8 @@ def run_threads(size: int, one: Callable[[int], T]) -> list[T]:
         futures = [pool.submit(noted, rank) for rank in range(size)]
     if errors:
         # A rank that fails leaves; what the others say about that is not the cause.
+        left = (ferry.PeerLeftError, ferry.PeerFailedError)
+        errors.sort(key=lambda each: isinstance(each[1], left))
         for rank, error in errors:
             errors[0][1].add_note(f"rank {rank}: {type(error).__name__}: {error}")
         raise errors[0][1]

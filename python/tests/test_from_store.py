@@ -181,6 +181,14 @@ def test_who_was_there_first_meets_again(monkeypatch: pytest.MonkeyPatch) -> Non
         assert meet_as(first) == [None, None]
 
 
+def test_what_no_rank_says_is_refused() -> None:
+    store = DictStore()
+    store.set("ferry/2/1/0/1", b"short")
+    boot = ferry.from_store(store, 0, 2)
+    with pytest.raises(ferry.InvalidArgumentError, match=r"got 5 bytes of rank 1; .* at least 16"):
+        boot.all_gather(b"")
+
+
 def test_who_comes_beside_one_that_waits_is_told(tmp_path: Any) -> None:
     jobs = Jobs(str(tmp_path / "store"))
     waits, _ = jobs.start((0,))

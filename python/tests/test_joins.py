@@ -5,13 +5,11 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import time
-from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
 from gpus import needs_gpu
-from rank_processes import forks, free_port
+from rank_processes import forks, free_port, run_to_an_end
 
 import ferry
 
@@ -129,16 +127,6 @@ def train(rank: int, meets: tuple[str, Any], kind: str, joins: bool, told: Any) 
     faulthandler.cancel_dump_traceback_later()
     told.put((rank, joins, view.ranks, view.epoch >= 3))
     group.destroy()
-
-
-def run_to_an_end(ranks: list[Any], seconds: float = 60) -> list[int | None]:
-    """Until all have ended, or one badly: the others would wait for it."""
-    end = time.monotonic() + seconds
-    while any(rank.exitcode is None for rank in ranks) and time.monotonic() < end:
-        if any(rank.exitcode for rank in ranks):
-            break
-        wait([rank.sentinel for rank in ranks if rank.exitcode is None], timeout=0.2)
-    return [rank.exitcode for rank in ranks]
 
 
 @pytest.mark.timeout(150)

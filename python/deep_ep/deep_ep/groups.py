@@ -115,15 +115,11 @@ class Groups:
             self._base.regroup()
             try:
                 self._settle()
+                if self._regrouped():
+                    then()
+                    return self._left
             except LOSSES:
                 continue
-            if not self._regrouped():
-                continue
-            try:
-                then()
-            except LOSSES:
-                continue
-            return self._left
 
     def _settle(self) -> None:
         """Collective in a new epoch: which groups all have, and the most memory."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import time
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 from gpus import needs_gpu
-from rank_processes import forks, free_port
+from rank_processes import forks, free_port, run_to_an_end
 from rank_threads import run_threads
 from test_endings import leave
 
@@ -131,16 +129,6 @@ def serve(
     leave(buffer)
     faulthandler.cancel_dump_traceback_later()
     told.put((one.rank, meets["join"], view.ranks == whole))
-
-
-def run_to_an_end(ranks: list[Any], seconds: float = 60) -> list[int | None]:
-    """Until all have ended, or one badly: the others would wait for it."""
-    end = time.monotonic() + seconds
-    while any(rank.exitcode is None for rank in ranks) and time.monotonic() < end:
-        if any(rank.exitcode for rank in ranks):
-            break
-        wait([rank.sentinel for rank in ranks if rank.exitcode is None], timeout=0.2)
-    return [rank.exitcode for rank in ranks]
 
 
 @pytest.mark.timeout(120)
