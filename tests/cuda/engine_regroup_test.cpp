@@ -132,6 +132,34 @@ TEST_F(EngineRegroupJoins, ProcessesTakeThePlaceOfARankThatDies) {
   }
 }
 
+/// Of some that come at the same time one is there first. It has mapped the memory of the others by
+/// then, whose seats are holes of the epoch in which it begins.
+TEST_F(EngineRegroupJoins, ProcessesComeAtTheSameTimeToOneThatBegan) {
+  constexpr int kRounds = 3;
+  TcpOptions options;
+  options.size = kRegroupRanks;
+  options.port = free_port();
+  options.secret = "secret of " + std::to_string(options.port);
+  const auto body = [&](Bootstrap& board) {
+    TcpOptions mine = options;
+    mine.rank = board.rank();
+    mine.begin = board.rank() == 0;
+    mine.join = !mine.begin;
+    (void)take_gpu(board);
+    need(cudaFree(nullptr), "cudaFree");  // the driver lets processes in one after another
+    for (int round = 0; round < kRounds; ++round) {
+      board.all_gather({}, 60s);
+      const auto bootstrap = tcp_bootstrap(mine);
+      RegroupingRank rank(*bootstrap, kRegroupSeed + 5, "round " + std::to_string(round));
+      rank.take_in_all();
+      rank.group().barrier();
+    }
+  };
+  for (const std::string& problem : run_ranks(kRegroupRanks, 1, body, 100)) {
+    ADD_FAILURE() << problem;
+  }
+}
+
 class EngineRegroupRefusals : public EngineRegroup {};
 
 TEST_F(EngineRegroupRefusals, PlansAndRoutesOfLostRanksAreRefused) {

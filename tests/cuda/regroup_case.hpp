@@ -99,20 +99,21 @@ class RegroupingRank {
   static constexpr std::int64_t kMostRows = 1700;
 
   /// `elastic`: as GroupConfig has it. A process that joins is in the group then, and `take_part`
-  /// follows, as after `take_in` of the others.
+  /// follows, as after `take_in` of the others. One that begins is alone in it; `take_in_all`
+  /// follows.
   RegroupingRank(Bootstrap& bootstrap, std::uint64_t seed, const std::string& elastic = "")
       : shape_(shape_of(bootstrap.size())),
         seed_(seed),
         device_(take_gpu(bootstrap)),
         group_(borrowed(bootstrap), roomy(config_for(shape_), elastic)),
         own_(device_),
-        world_(bootstrap.joins() ? world_now() : World(bootstrap.size(), shape_, seed)),
+        world_(is_partial(bootstrap) ? world_now() : World(bootstrap.size(), shape_, seed)),
         mine_(world_.sent(group_.rank()), shape_, device_, copier_) {
-    if (!bootstrap.joins()) step();
+    if (!is_partial(bootstrap)) step();
     trip_.max_recv_rows = kMostRows;
     graph_.emplace(own_.raw, [this] { exchange_in_graph(); });
     bytes_ = group_.memory();
-    if (bootstrap.joins()) return;
+    if (is_partial(bootstrap)) return;
     bootstrap.all_gather({}, 60s);
     replay();
     group_.barrier();
@@ -161,6 +162,14 @@ class RegroupingRank {
     send_new_tokens();
     take_part();
   }
+  /// As processes come, one by one or several at a time, until all places are taken.
+  void take_in_all() {
+    while (std::ssize(group_.view().ranks) < group_.size()) {
+      (void)regroup_when_one_waits(group_);
+      send_new_tokens();
+    }
+    take_part();
+  }
   /// All ranks, plainly and by the graph that each has captured when it came.
   void take_part() {
     step_together();
@@ -181,6 +190,10 @@ class RegroupingRank {
   }
 
  private:
+  /// Ranks may be missing.
+  static bool is_partial(const Bootstrap& bootstrap) {
+    return bootstrap.joins() || bootstrap.begins();
+  }
   /// Also for what is not handed out as long as a lost rank may write there.
   static GroupConfig roomy(GroupConfig config, const std::string& elastic) {
     config.memory_bytes = std::size_t{64} << 20;

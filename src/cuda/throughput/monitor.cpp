@@ -175,12 +175,13 @@ bool CudaEngine::grow(const char* call, std::size_t bytes) {
 }
 
 /// Of an elastic group: maps what the peer shows and this rank has not mapped yet; another process
-/// than before takes the place of its memory. False: it shows nothing.
+/// than before takes the place of its memory. Kernels do not see it before `write_table`. False: it
+/// shows nothing.
 bool CudaEngine::map(int peer, const GpuPage& page) {
   const std::vector<std::byte> card = page.card();
   if (card.empty()) return false;
   fabric::DeviceMemory& wire = gpu().wire();
-  bool changed = wire.seat(peer, card);
+  wire.seat(peer, card);
   for (const engine::Card& segment : page.segments()) {
     if (wire.pointer(peer, segment.id) != nullptr) continue;
     if (segment.id == parts_.control.id && segment.bytes != parts_.control.bytes) {
@@ -190,9 +191,7 @@ bool CudaEngine::map(int peer, const GpuPage& page) {
                                    std::to_string(parts_.control.bytes));
     }
     wire.attach(peer, segment.id, segment.bytes, {segment.handle, segment.handle_bytes});
-    changed = true;
   }
-  if (changed) write_table(peer);
   return true;
 }
 

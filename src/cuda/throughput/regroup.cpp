@@ -193,14 +193,15 @@ void EpochChange::begin_epoch(const engine::Epoch& next) {
   for (const auto& exchange : engine_.exchanges()) exchange->begin_epoch(next);
 }
 
-/// One that has ended since gets memory that nobody reads: it is awaited, as everywhere, until its
-/// death is known.
+/// The table is written in any case: in the epoch before, the seat of a rank that was mapped while
+/// it waited to join was a hole. One that has ended since gets memory that nobody reads: it is
+/// awaited, as everywhere, until its death is known.
 void EpochChange::map_member(int peer) {
   fabric::Fabric& wire = *engine_.parts_.cpu->fabric;
   const GpuPage& page =
       *page_in(engine_.config_, wire.pointer(peer, engine::Channel::kControl), engine_.size());
   try {
-    if (engine_.map(peer, page)) return;
+    if (engine_.map(peer, page)) return engine_.write_table(peer);
   } catch (const Error&) {
     if (!wire.peer_ends(peer)) throw;
   }

@@ -46,7 +46,7 @@ class RegisteredDeviceMemory final : public DeviceMemory {
     return entry == nullptr ? 0 : entry->block->bytes();
   }
   std::vector<std::byte> card() const override { return to_bytes(sharing_->card()); }
-  bool seat(int peer, std::span<const std::byte> card) override;
+  void seat(int peer, std::span<const std::byte> card) override;
   bool shares_gpu(int peer) const override { return gpu_of(peer) == sharing_->context().uuid(); }
   std::array<std::uint8_t, 16> gpu_of(int peer) const override {
     return sharing_->domain().of(peer).fixed.uuid;
@@ -160,13 +160,12 @@ void RegisteredDeviceMemory::attach(int peer, SegmentId segment, std::size_t byt
   }
 }
 
-bool RegisteredDeviceMemory::seat(int peer, std::span<const std::byte> card) {
-  if (!sharing_->seat(peer, device_handshake_from(card, rank(), peer))) return false;
+void RegisteredDeviceMemory::seat(int peer, std::span<const std::byte> card) {
+  if (!sharing_->seat(peer, device_handshake_from(card, rank(), peer))) return;
   for (Entry& entry : tables_[static_cast<std::size_t>(peer)]) {
     entry.there.store(false, std::memory_order_relaxed);
     entry.block.reset();
   }
-  return true;
 }
 
 }  // namespace

@@ -81,9 +81,9 @@ class DeviceMemory {
   virtual std::vector<std::byte> card() const = 0;
   /// From now on `peer` is the process with this card, of which nothing is attached yet. Nobody
   /// asks for pointers meanwhile, and no kernel uses what was attached of the one before, unless it
-  /// is held: it is unmapped. False: it is that process already. Throws Error(mismatch) or
-  /// Error(unsupported).
-  virtual bool seat(int peer, std::span<const std::byte> card) = 0;
+  /// is held: it is unmapped. Nothing changes if it is that process already. Throws Error(mismatch)
+  /// or Error(unsupported).
+  virtual void seat(int peer, std::span<const std::byte> card) = 0;
   /// Whether the peer has this rank's GPU.
   virtual bool shares_gpu(int peer) const = 0;
   /// The UUID of the peer's GPU.
