@@ -166,6 +166,10 @@ class Channel {
   bool told_dead(int peer) const;
   /// Whether the peer has destroyed its group. It says nothing any more.
   bool left(int peer) const;
+  /// Whether it has left, and nothing that it has begun writes to other ranks any more.
+  bool at_rest(int peer) const;
+  /// Of a rank that has left. Not one that gave up: it never says that it has left.
+  void say_at_rest();
   /// Of a process that joined: the step that was committed then, plus 1, or kJoining; 0: the group
   /// was made with it, as with all ranks of other domains.
   static constexpr std::uint64_t kJoining = ~std::uint64_t{0};
@@ -255,6 +259,7 @@ class Channel {
   }
   /// The epoch in which others went on without this rank; 0: none.
   std::uint64_t evicted() const;
+  std::uint64_t leaving_of(int peer) const;
   void say_left();
   /// For whom this rank waits; -1: for nobody. Peers of other domains see it by this alone.
   void say_awaited(WaitChain::In in, int peer, std::chrono::nanoseconds waited);

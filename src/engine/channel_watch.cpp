@@ -33,6 +33,8 @@ constexpr auto kGraceSlice = std::chrono::milliseconds(5);
 /// when it last looked up from a transfer, whether it has left, at which step it joined.
 constexpr std::size_t kBeatWord = 0, kCallWord = 1, kTransferWord = 2, kLeftWord = 3,
                       kJoinedWord = 4;
+/// Of kLeftWord.
+constexpr std::uint64_t kLeft = 1, kAtRest = 2;
 
 std::uint64_t now_ns() {
   return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
@@ -67,15 +69,30 @@ bool Channel::transfers(int peer) const {
   return fresh(peer, kTransferWord);
 }
 
-bool Channel::left(int peer) const {
+/// 0: it has not left.
+std::uint64_t Channel::leaving_of(int peer) const {
   std::uint64_t* word = own_word(peer, kLeftWord);
   // Acquire: what it said before it left is here.
-  return word != nullptr && std::atomic_ref(*word).load(std::memory_order_acquire) != 0;
+  return word == nullptr ? 0 : std::atomic_ref(*word).load(std::memory_order_acquire);
+}
+
+bool Channel::left(int peer) const {
+  return leaving_of(peer) != 0;
+}
+
+bool Channel::at_rest(int peer) const {
+  return leaving_of(peer) == kAtRest;
 }
 
 void Channel::say_left() {
   // Release: see above.
-  std::atomic_ref(*own_word(rank_, kLeftWord)).store(1, std::memory_order_release);
+  std::atomic_ref(*own_word(rank_, kLeftWord)).store(kLeft, std::memory_order_release);
+}
+
+void Channel::say_at_rest() {
+  if (left(rank_)) {
+    std::atomic_ref(*own_word(rank_, kLeftWord)).store(kAtRest, std::memory_order_release);
+  }
 }
 
 std::uint64_t Channel::joined_at(int peer) const {

@@ -160,6 +160,41 @@ TEST_F(EngineRegroupJoins, ProcessesComeAtTheSameTimeToOneThatBegan) {
   }
 }
 
+/// A rank leaves, and its process runs on: graphs of the others go on, without it and with the
+/// process that takes its place.
+TEST_F(EngineRegroupJoins, TheProcessOfARankThatLeavesRunsOn) {
+  constexpr int kLeaver = 1, kSpare = kRegroupRanks;  // processes
+  TcpOptions options;
+  options.size = kRegroupRanks;
+  options.port = free_port();
+  options.secret = "secret of " + std::to_string(options.port);
+  const auto body = [&](Bootstrap& board) {
+    TcpOptions mine = options;
+    mine.join = board.rank() == kSpare;
+    mine.rank = mine.join ? kLeaver : board.rank();
+    if (mine.join) board.all_gather({}, 60s);  // all go on without the rank that left
+    const auto bootstrap = tcp_bootstrap(mine);
+    std::optional<RegroupingRank> rank(std::in_place, *bootstrap, kRegroupSeed + 6, "runs on");
+    if (board.rank() == kLeaver) {
+      rank.reset();
+      board.all_gather({}, 60s);
+    } else {
+      if (!mine.join) {
+        rank->miss(kLeaver);
+        board.all_gather({}, 60s);
+        rank->take_in(kLeaver);
+      } else {
+        rank->take_part();
+      }
+      rank->group().barrier();
+    }
+    board.all_gather({}, 60s);
+  };
+  for (const std::string& problem : run_ranks(kRegroupRanks + 1, 1, body, 100)) {
+    ADD_FAILURE() << problem;
+  }
+}
+
 class EngineRegroupRefusals : public EngineRegroup {};
 
 TEST_F(EngineRegroupRefusals, PlansAndRoutesOfLostRanksAreRefused) {

@@ -154,6 +154,24 @@ class RegroupingRank {
     return view;
   }
 
+  /// Tokens to those that are left follow.
+  ferry::GroupView regroup() {
+    const ferry::GroupView view = group_.regroup();
+    send_new_tokens();
+    return view;
+  }
+
+  /// Exchanges until a rank leaves, then goes on without it, also by the graph.
+  void miss(int leaver) {
+    const auto error = error_of([&] {
+      for (int i = 0; i < 2000; ++i) step();
+    });
+    need(error.has_value(), "exchanges went on without rank " + std::to_string(leaver));
+    need(error->kind() == ErrorKind::peer_left && error->peer() == leaver, error->what());
+    (void)regroup();
+    take_part();
+  }
+
   /// Commits until a process waits for the place of `lost`, and goes on with it.
   void take_in(int lost) {
     const auto [view, step] = regroup_when_one_waits(group_);

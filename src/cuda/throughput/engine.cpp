@@ -18,6 +18,7 @@
 #include "cuda/throughput/regroup.hpp"
 #include "cuda/throughput/turn.hpp"
 #include "cuda/throughput/vault.hpp"
+#include "engine/membership/aside.hpp"
 #include "engine/regions.hpp"
 
 namespace ferry::cuda {
@@ -163,7 +164,11 @@ void CudaEngine::destroy() {
   words_.raise_abort();
   try {
     const OnDevice here(device().index);
-    if (!drained) drain(kMost);
+    if (!drained) drained = drain(kMost);
+    if (drained && elastic()) {
+      await_device(kMost, "destroy");  // of replays of graphs the group knows nothing
+      channel_.say_at_rest();
+    }
   } catch (...) {
   }
   stopping_.store(true, std::memory_order_release);
@@ -400,6 +405,16 @@ void CudaEngine::await_calls(const char* call) {
   if (drain(config_.deadline)) return;
   throw Error(ErrorKind::deadline, still_runs(call),
               {rank(), rank(), call, channel_.generation(), 0, 0});
+}
+
+void CudaEngine::await_device(std::chrono::nanoseconds most, const char* call) {
+  engine::at_most_for<void>(most, still_runs(call), [device = device().index] {
+    const OnDevice here(device);
+    // Or a capture of any thread would be broken off.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  });
 }
 
 std::shared_ptr<VaultEngine> CudaEngine::make_vault(std::size_t version_bytes) {

@@ -235,8 +235,11 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void write_table(int peer, fabric::SegmentId segment, std::byte* data, std::size_t bytes);
   void write_table(int peer);
   bool map(int peer, const GpuPage& page);
+  bool map_offer(const SegmentExchange::Offer& offer);
   void load_copies();
   bool drain(std::chrono::nanoseconds most);
+  /// Until all that this process has launched on the GPU has ended. Throws Error(system).
+  void await_device(std::chrono::nanoseconds most, const char* call);
   void monitor();
   void look_after_peers();
   void serve_offers();
@@ -258,6 +261,11 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   Placement placement_;
   engine::Channel channel_;
   SegmentExchange segments_;
+  /// Of this rank, which not all have mapped: a death or `regroup` cut the offer off. Offered again
+  /// before more is registered.
+  std::vector<fabric::Segment> offered_{};
+  /// The offer that comes next could not be mapped since then; of the monitor.
+  std::optional<std::chrono::steady_clock::time_point> refused_since_{};
   std::shared_ptr<PinnedPool> failures_;
   std::shared_ptr<PinnedPool> counts_;
   std::shared_ptr<PinnedPool> alarms_;

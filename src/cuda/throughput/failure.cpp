@@ -337,6 +337,14 @@ Error FatalFailure::error(CudaEngine& engine) {
   return *error_;
 }
 
+void FatalFailure::cut_off(const CudaEngine& engine) {
+  std::scoped_lock lock(mutex_);
+  if (error_ || !engine.words().failed()) return;
+  error_ = Error(ErrorKind::peer_failed,
+                 "rank " + to_string(engine.rank()) + ": regroup has ended the call",
+                 {engine.rank(), -1, "regroup", engine.words().fatal->written, 0, 0});
+}
+
 void FatalFailure::begin_epoch(const GroupWords& words) {
   std::scoped_lock lock(mutex_);
   error_.reset();

@@ -28,6 +28,8 @@ class FatalFailure {
  public:
   /// Made once; the peers are told.
   Error error(CudaEngine& engine);
+  /// What still ran was ended by `regroup`, if nothing else is known of it.
+  void cut_off(const CudaEngine& engine);
   /// The failure is of an epoch that is over, and no kernel runs.
   void begin_epoch(const GroupWords& words);
   /// It is on the account of a rank beyond this engine, of the larger group; or not.

@@ -146,18 +146,27 @@ bool CudaEngine::transfers_with(int peer) {
 }
 
 fabric::Segment CudaEngine::add_segment(const char* call, std::size_t bytes) {
-  fabric::Segment segment;
-  try {
-    // Not under wire_mutex_: meanwhile the monitor maps what peers offer, who may wait, too.
-    segment = gpu().wire().register_memory(bytes);
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::exhausted) throw;
-    return {};
+  const std::size_t whole = gpu().wire().rounded_bytes(bytes);
+  const auto offered = std::find_if(offered_.begin(), offered_.end(),
+                                    [&](const auto& one) { return one.bytes == whole; });
+  if (offered != offered_.end()) {
+    std::swap(*offered, offered_.back());
+  } else {
+    try {
+      // Not under wire_mutex_: meanwhile the monitor maps what peers offer, who may wait, too.
+      offered_.push_back(gpu().wire().register_memory(bytes));
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::exhausted) throw;
+      return {};
+    }
+    const fabric::Segment& made = offered_.back();
+    write_table(rank(), made.id, made.data, made.bytes);
+    // Before the offer: who does not hear that finds it here.
+    if (GpuPage* page = page_in(config_, parts_.cpu_control.data, size())) page->add(made);
   }
-  write_table(rank(), segment.id, segment.data, segment.bytes);
-  // Before the offer: who does not hear that finds it here.
-  if (GpuPage* page = page_in(config_, parts_.cpu_control.data, size())) page->add(segment);
-  segments_.offer(call, segment);
+  segments_.offer(call, offered_.back());
+  const fabric::Segment segment = offered_.back();
+  offered_.pop_back();
   if (!elastic()) gpu().wire().seal(segment.id);
   return segment;
 }
@@ -195,12 +204,30 @@ bool CudaEngine::map(int peer, const GpuPage& page) {
   return true;
 }
 
+/// Whether what the peer offers is mapped. Not that of one that is being ended, which may show that
+/// later: its death is found as everywhere. Throws what the driver says once it has had time for
+/// that.
+bool CudaEngine::map_offer(const SegmentExchange::Offer& offer) {
+  fabric::DeviceMemory& wire = gpu().wire();
+  // A process that has joined may have found it on the page.
+  if (wire.pointer(offer.peer, offer.segment) != nullptr) return true;
+  const auto now = std::chrono::steady_clock::now();
+  try {
+    wire.attach(offer.peer, offer.segment, offer.bytes, offer.handle);
+  } catch (const Error&) {
+    if (!refused_since_) refused_since_ = now;
+    if (!parts_.cpu->fabric->peer_ends(offer.peer) && now - *refused_since_ > kUntilAnEndShows) {
+      throw;
+    }
+    return false;
+  }
+  refused_since_.reset();
+  return true;
+}
+
 void CudaEngine::serve_offers() {
   while (const auto offer = segments_.next()) {
-    // A process that has joined may have found it on the page.
-    if (gpu().wire().pointer(offer->peer, offer->segment) == nullptr) {
-      gpu().wire().attach(offer->peer, offer->segment, offer->bytes, offer->handle);
-    }
+    if (!map_offer(*offer)) return;
     write_table(offer->peer, offer->segment, gpu().wire().pointer(offer->peer, offer->segment),
                 gpu().wire().bytes(offer->peer, offer->segment));
     segments_.taken(*offer);
@@ -293,7 +320,7 @@ void CudaEngine::look_after_peers() {
 bool CudaEngine::lost_may_write() {
   if (regroup_) return regroup_->lost_may_write();
   for (int peer = 0; peer < size(); ++peer) {
-    if (channel_.has(peer)) continue;
+    if (channel_.has(peer) || channel_.at_rest(peer)) continue;
     if (parts_.cpu->fabric->peer_state(peer) != fabric::PeerState::dead) return true;
   }
   return false;

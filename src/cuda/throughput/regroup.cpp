@@ -13,28 +13,12 @@
 #include "cuda/throughput/engine.hpp"
 #include "cuda/throughput/gpu_page.hpp"
 #include "cuda/throughput/turn.hpp"
-#include "engine/membership/aside.hpp"
 #include "fabric/lobby.hpp"
 #include "protocol/device_epoch.hpp"
 
 namespace ferry::cuda {
 
 static_assert(protocol::DeviceEpochTraits::kUnderWay == kMailboxDepth);
-
-namespace {
-
-/// Until all that this process has launched on the GPU has ended.
-void await_device(int device, std::chrono::nanoseconds most, const std::string& late) {
-  engine::at_most_for<void>(most, late, [device] {
-    const OnDevice here(device);
-    // Or a capture of any thread would be broken off.
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-  });
-}
-
-}  // namespace
 
 ferry::GroupView EpochChange::run() {
   engine_.check_can_regroup(kRegroup);
@@ -95,36 +79,55 @@ void EpochChange::go_on(const engine::Epoch& next) {
 
 /// Maps the memory of all ranks that there are, before this process asks for a place: if it cannot,
 /// the others are not disturbed. That of one that is being ended cannot be mapped; then it is gone
-/// before long.
+/// before long. Nor can that of one that stands still, without which the others may have gone on.
 void EpochChange::find_ranks() {
   constexpr std::chrono::nanoseconds kMost = std::chrono::seconds(5);
   const auto end = std::chrono::steady_clock::now() + std::min(kMost, engine_.config_.deadline);
+  engine::Seating seating(*engine_.parts_.cpu->fabric, cpu_layout(engine_.size()));
   for (;;) {
-    try {
-      for (const auto& there : engine_.parts_.cpu->fabric->lobby()->visitors()) {
-        if (there.rank == engine_.rank()) continue;  // waits for the same place, or has just had it
-        engine_.map(there.rank, *page_in(engine_.config_, there.control, engine_.size()));
-      }
-      return;
-    } catch (const Error&) {
-      if (std::chrono::steady_clock::now() >= end) throw;
-    }
+    const std::optional<Error> failed = map_all(seating);
+    if (!failed) return;
+    if (std::chrono::steady_clock::now() >= end) throw *failed;
     if (engine_.config_.on_wait) engine_.config_.on_wait();
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
 }
 
+/// Why a rank of the newest epoch, if one is known, could not be mapped.
+std::optional<Error> EpochChange::map_all(engine::Seating& there) {
+  try {
+    there.update();
+  } catch (const Error& error) {
+    return error;
+  }
+  const engine::Member::Said* newest = there.newest();
+  std::optional<Error> failed;
+  for (const engine::Seating::Guest& guest : there.guests()) {
+    const int rank = guest.visitor.rank;
+    if (rank == engine_.rank()) continue;  // waits for the same place, or has just had it
+    try {
+      engine_.map(rank, *page_in(engine_.config_, guest.visitor.control, engine_.size()));
+    } catch (const Error& error) {
+      const bool unsaid = newest->epoch == 0;
+      if (unsaid || newest->view.live.has(rank)) failed = error;
+    }
+  }
+  return failed;
+}
+
 /// No kernel of this group runs any more, and none begins.
 void EpochChange::end_calls() {
   engine::Channel& channel = engine_.channel_;
+  // What has ended calls, before all that the channel knows is that this rank has stopped.
+  if (engine_.words_.failed()) (void)engine_.fatal_error();
   channel.stop();
   engine_.words_.raise_abort();
   engine_.await_calls(kRegroup);
   // Of replays of graphs the group knows nothing.
   if (engine_.has_graphs_) {
-    await_device(engine_.device().index, engine_.config_.deadline, engine_.still_runs(kRegroup));
+    engine_.await_device(engine_.config_.deadline, kRegroup);
   }
-  if (engine_.words_.failed()) (void)engine_.fatal_error();
+  engine_.fatal_.cut_off(engine_);
   std::uint64_t newest =
       protocol::DeviceEpoch<>::newest_used(engine_.ended_calls(), engine_.calls_);
   for (const auto& exchange : engine_.exchanges()) {
@@ -144,7 +147,10 @@ void EpochChange::end_flights() {
   }
   for (const CudaEngine::Flight& flight : ended) engine_.note_end(*flight.record);
   for (const auto& weak : engine_.captured_) {  // any replay may have been the last
-    if (const auto record = weak.lock()) engine_.quarantine_.add(record->granted);
+    const auto record = weak.lock();
+    if (!record) continue;
+    engine_.quarantine_.add(record->granted);
+    record->told_replay = record->failure->written;  // of this epoch nobody is told in the next
   }
 }
 
@@ -171,6 +177,7 @@ void EpochChange::begin_epoch(const engine::Epoch& next) {
   }
   if (engine_.elastic()) count_sharers();
   engine_.segments_.begin_epoch(next.number);
+  engine_.refused_since_.reset();
   engine_.held_ = engine_.lost_may_write();
   LocalWords words{};
   words.generation = words.before = next.first - 1;
@@ -193,20 +200,31 @@ void EpochChange::begin_epoch(const engine::Epoch& next) {
   for (const auto& exchange : engine_.exchanges()) exchange->begin_epoch(next);
 }
 
-/// The table is written in any case: in the epoch before, the seat of a rank that was mapped while
-/// it waited to join was a hole. One that has ended since gets memory that nobody reads: it is
-/// awaited, as everywhere, until its death is known.
-void EpochChange::map_member(int peer) {
+/// Whether the memory of the peer is mapped now. Of one that is being ended it cannot be, which may
+/// show later.
+bool EpochChange::try_map(int peer) {
   fabric::Fabric& wire = *engine_.parts_.cpu->fabric;
   const GpuPage& page =
       *page_in(engine_.config_, wire.pointer(peer, engine::Channel::kControl), engine_.size());
-  try {
-    if (engine_.map(peer, page)) return engine_.write_table(peer);
-  } catch (const Error&) {
-    if (!wire.peer_ends(peer)) throw;
+  const auto end = std::chrono::steady_clock::now() + kUntilAnEndShows;
+  for (;;) {
+    try {
+      return engine_.map(peer, page);
+    } catch (const Error&) {
+      if (wire.peer_ends(peer) || std::chrono::steady_clock::now() >= end) return false;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
+}
+
+/// The table is written in any case: in the epoch before, the seat of a rank that was mapped while
+/// it waited to join was a hole. One that cannot be mapped, as it has ended since or stands still,
+/// gets memory that nobody reads: it is awaited, as everywhere, until its death is known or it is
+/// late.
+void EpochChange::map_member(int peer) {
+  const bool mapped = try_map(peer);
   engine_.write_table(peer);
-  engine_.write_table(peer, 0, engine_.nowhere(), engine_.parts_.layout.bytes);
+  if (!mapped) engine_.write_table(peer, 0, engine_.nowhere(), engine_.parts_.layout.bytes);
 }
 
 /// Who takes a place may have another GPU than the former process had.

@@ -3,7 +3,9 @@
 // graphs that were captured, stay. Of processes that have taken places the memory is mapped.
 // Latency exchanges go on among the ranks that are left of theirs.
 #pragma once
+#include <chrono>
 #include <functional>
+#include <optional>
 
 #include "engine/membership/regroup.hpp"
 #include "ferry/group.hpp"
@@ -12,6 +14,8 @@ namespace ferry::cuda {
 
 class CudaEngine;
 
+/// A process that is being ended has given up its descriptors before anything shows that it ends.
+inline constexpr std::chrono::nanoseconds kUntilAnEndShows = std::chrono::seconds(1);
 inline constexpr const char* kRegroup = "regroup";
 
 class EpochChange {
@@ -36,6 +40,8 @@ class EpochChange {
   void leave_behind(const engine::Epoch& next);
   void go_on(const engine::Epoch& next);
   void begin_epoch(const engine::Epoch& next);
+  std::optional<Error> map_all(engine::Seating& there);
+  bool try_map(int peer);
   void map_member(int peer);
   void count_sharers();
 

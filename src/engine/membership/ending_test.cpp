@@ -1,6 +1,7 @@
 // Regroup where a process is being ended, but has not ended: as killed ones that used a GPU.
 #include <array>
 #include <atomic>
+#include <barrier>
 #include <latch>
 #include <memory>
 #include <optional>
@@ -12,6 +13,7 @@
 #include "engine/test_groups.hpp"
 #include "fabric/local/local.hpp"
 #include "fabric/shm/shm.hpp"
+#include "platform/test_child.hpp"
 
 namespace ferry::engine::test {
 namespace {
@@ -181,6 +183,84 @@ TEST(Ending, WhoWaitsForAFreePlaceIsTakenIn) {
     EXPECT_EQ(own->channel->ranks(), (std::vector<int>{0, 1, 2}));
     all.arrive_and_wait();
   });
+}
+
+/// A rank leaves, and its process runs on; another takes its seat. Only if the one that left has
+/// not said that it is at rest, what was granted to it stays held back.
+TEST(Ending, WhoHasLeftAtRestWritesNoMore) {
+  for (const bool at_rest : {false, true}) {
+    const std::string name = "left " + std::to_string(process_id()) + (at_rest ? " at rest" : "");
+    std::barrier step(2);
+    on_ranks(2, [&](int r) {
+      std::optional<Lone> own;
+      const auto join = [&](std::uint64_t number) {
+        own.emplace(fabric::join_shm_fabric(1, Lone::kRanks, name, {}, 20s, {}).fabric, name,
+                    fabric::kTicketBit | number);
+        (void)own->regroup->join();
+      };
+      if (r == 0) {
+        own.emplace(fabric::begin_shm_fabric(0, Lone::kRanks, name), name, 0);
+        (void)own->regroup->begin_alone();
+        step.arrive_and_wait();
+        own->regroup_to(2);
+        step.arrive_and_wait();
+        step.arrive_and_wait();  // it has left
+        EXPECT_EQ(own->regroup->run(0).ranks, std::vector<int>{0});
+        EXPECT_EQ(own->regroup->lost_may_write(), !at_rest);
+        step.arrive_and_wait();
+        own->regroup_to(2);
+        EXPECT_EQ(own->regroup->lost_may_write(), !at_rest) << "with another in its seat";
+        step.arrive_and_wait();
+      } else {
+        step.arrive_and_wait();
+        join(1);
+        step.arrive_and_wait();
+        own->channel->leave();
+        if (at_rest) own->channel->say_at_rest();
+        own.reset();
+        step.arrive_and_wait();
+        step.arrive_and_wait();
+        join(2);
+        step.arrive_and_wait();
+      }
+    });
+  }
+}
+
+/// As above, but it says nothing, and its process ends at last.
+TEST(Ending, WhoseSeatIsTakenMayWriteUntilItsProcessEnds) {
+  const std::string name = "taken " + std::to_string(process_id());
+  const auto step =
+      std::static_pointer_cast<std::atomic<int>>(ferry::test::shared_block(sizeof(int)));
+  const auto join = [&](std::uint64_t number) {
+    auto own =
+        std::make_unique<Lone>(fabric::join_shm_fabric(1, Lone::kRanks, name, {}, 20s, {}).fabric,
+                               name, fabric::kTicketBit | number);
+    (void)own->regroup->join();
+    return own;
+  };
+  ferry::test::Child former(
+      [&] {
+        const auto there = join(1);
+        there->channel->leave();
+        there->memory->fabric->lobby()->close();
+        *step = 1;
+        while (*step == 1) std::this_thread::sleep_for(1ms);
+        return 0;
+      },
+      20s);
+  Lone own(fabric::begin_shm_fabric(0, Lone::kRanks, name), name, 0);
+  (void)own.regroup->begin_alone();
+  own.regroup_to(2);
+  while (*step == 0) std::this_thread::sleep_for(1ms);
+  EXPECT_EQ(own.regroup->run(0).ranks, std::vector<int>{0});
+  std::thread next([&] { (void)join(2); });
+  own.regroup_to(2);
+  next.join();
+  EXPECT_TRUE(own.regroup->lost_may_write());
+  *step = 2;
+  EXPECT_EQ(former.wait().code, 0);
+  EXPECT_FALSE(own.regroup->lost_may_write());
 }
 
 }  // namespace

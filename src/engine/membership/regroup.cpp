@@ -299,7 +299,7 @@ Epoch Regroup::go_on() {
 bool Regroup::lost_may_write() const {
   if (seating_.former_may_write() || linking_.former_may_write()) return true;
   for (int peer = 0; peer < channel_.size(); ++peer) {
-    if (channel_.has(peer)) continue;
+    if (channel_.has(peer) || channel_.at_rest(peer)) continue;
     if (far(peer)) {
       if (linking_.untouched(peer)) continue;  // nobody was ever there
       return true;                             // what it has sent may still be under way

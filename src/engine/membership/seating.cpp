@@ -130,7 +130,6 @@ void Seating::note_joins(const Member::View& view) {
 }
 
 void Seating::seat(int seat, std::uint64_t ticket, const Member::View& view) {
-  former_may_write_ = former_may_write_ || fabric_.peer_state(seat) != fabric::PeerState::dead;
   lobby_->seat(seat, ticket);
   note_joins(view);
   ever_seated_ = true;

@@ -99,7 +99,7 @@ class Seating {
   /// Of a process that has joined: all seats of its domain but its own.
   void seat_all(const Member::View& view);
   /// Whether a process that had a seat before another may still write.
-  bool former_may_write() const { return former_may_write_; }
+  bool former_may_write() const { return lobby_ != nullptr && lobby_->former_runs(); }
   bool ever_seated() const { return ever_seated_; }
 
  private:
@@ -114,7 +114,6 @@ class Seating {
   ControlLayout layout_;
   std::vector<Guest> guests_{};  // by seat, then ticket
   std::vector<Seat> seats_;
-  bool former_may_write_ = false;
   bool ever_seated_ = false;
 };
 

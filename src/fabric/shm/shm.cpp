@@ -74,6 +74,8 @@ class ShmFabric final : public MappedFabric, public Lobby {
   std::vector<Visitor> visitors() override;
   void seat(int peer, std::uint64_t ticket) override;
   void vacate(int peer) override;
+  bool former_runs() noexcept override;
+  void at_rest(int peer) override { peer_at(peer)->at_rest = true; }
   void keep_former() override { keeps_former_ = true; }
   void give_back() override;
 
@@ -84,6 +86,7 @@ class ShmFabric final : public MappedFabric, public Lobby {
     ProcessName process{};
     ProcessWatch watch{};
     std::atomic<bool> forgotten{false};  ///< once it had ended
+    std::atomic<bool> at_rest{false};
   };
 
   /// Lives on while it is looked at, when another thread replaces it.
@@ -95,6 +98,9 @@ class ShmFabric final : public MappedFabric, public Lobby {
     auto next = process ? std::make_shared<Peer>(*process) : std::make_shared<Peer>();
     std::scoped_lock lock(peers_mutex_);
     peers_[static_cast<std::size_t>(peer)].swap(next);
+    if (next && !next->at_rest && next->watch.state() != PeerState::dead) {
+      former_peers_.push_back(std::move(next));
+    }
   }
   void replace(int peer, const std::optional<ProcessName>& process,
                std::vector<std::shared_ptr<Memory>> memory);
@@ -110,6 +116,7 @@ class ShmFabric final : public MappedFabric, public Lobby {
   std::int64_t owner_pid_;
   mutable std::mutex peers_mutex_;
   std::vector<std::shared_ptr<Peer>> peers_;
+  std::vector<std::shared_ptr<Peer>> former_peers_;  // whose seats others took; not all have ended
   bool keeps_former_ = false;
   std::vector<std::shared_ptr<Memory>> former_;  // of processes that have ended
   std::set<SegmentId> named_;                    // own segments that still have a name
@@ -204,6 +211,13 @@ bool ShmFabric::is_object_of(int peer, const std::string& name) const {
 PeerState ShmFabric::peer_state(int peer) noexcept {
   if (peer < 0 || peer >= size()) return PeerState::unknown;
   return peer_at(peer)->watch.state();
+}
+
+bool ShmFabric::former_runs() noexcept {
+  std::scoped_lock lock(peers_mutex_);
+  std::erase_if(former_peers_,
+                [](const auto& peer) { return peer->watch.state() == PeerState::dead; });
+  return !former_peers_.empty();
 }
 
 bool ShmFabric::peer_ends(int peer) noexcept {
