@@ -168,6 +168,8 @@ class Channel {
   bool left(int peer) const;
   /// Whether it has left, and nothing that it has begun writes to other ranks any more.
   bool at_rest(int peer) const;
+  /// The same of a rank with this control segment.
+  static bool at_rest(std::byte* control, const ControlLayout& layout);
   /// Of a rank that has left. Not one that gave up: it never says that it has left.
   void say_at_rest();
   /// Of a process that joined: the step that was committed then, plus 1, or kJoining; 0: the group
@@ -259,7 +261,6 @@ class Channel {
   }
   /// The epoch in which others went on without this rank; 0: none.
   std::uint64_t evicted() const;
-  std::uint64_t leaving_of(int peer) const;
   void say_left();
   /// For whom this rank waits; -1: for nobody. Peers of other domains see it by this alone.
   void say_awaited(WaitChain::In in, int peer, std::chrono::nanoseconds waited);

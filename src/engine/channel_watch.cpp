@@ -69,19 +69,21 @@ bool Channel::transfers(int peer) const {
   return fresh(peer, kTransferWord);
 }
 
-/// 0: it has not left.
-std::uint64_t Channel::leaving_of(int peer) const {
+bool Channel::left(int peer) const {
   std::uint64_t* word = own_word(peer, kLeftWord);
   // Acquire: what it said before it left is here.
-  return word == nullptr ? 0 : std::atomic_ref(*word).load(std::memory_order_acquire);
-}
-
-bool Channel::left(int peer) const {
-  return leaving_of(peer) != 0;
+  return word != nullptr && std::atomic_ref(*word).load(std::memory_order_acquire) != 0;
 }
 
 bool Channel::at_rest(int peer) const {
-  return leaving_of(peer) == kAtRest;
+  std::byte* control = memory_->fabric->pointer(peer, kControl);
+  return peer != rank_ && control != nullptr && at_rest(control, layout_);
+}
+
+bool Channel::at_rest(std::byte* control, const ControlLayout& layout) {
+  auto* words = reinterpret_cast<std::uint64_t*>(control + layout.heartbeat);
+  // Acquire: what it wrote before is here.
+  return std::atomic_ref(words[kLeftWord]).load(std::memory_order_acquire) == kAtRest;
 }
 
 void Channel::say_left() {
@@ -90,7 +92,8 @@ void Channel::say_left() {
 }
 
 void Channel::say_at_rest() {
-  if (left(rank_)) {
+  const bool forked = process_id() != owner_pid_;  // its parent is the rank
+  if (!forked && left(rank_)) {
     std::atomic_ref(*own_word(rank_, kLeftWord)).store(kAtRest, std::memory_order_release);
   }
 }

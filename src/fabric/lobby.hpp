@@ -3,6 +3,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <utility>
@@ -74,11 +75,10 @@ class Lobby {
   /// From now on `rank` is that process, with all that it has registered. One that has ended: as
   /// `vacate`. Throws Error(system) where its memory cannot be mapped.
   virtual void seat(int rank, std::uint64_t ticket) = 0;
-  /// Whether a process still runs whose seat another has taken, but for those `at_rest`. From any
-  /// thread.
-  virtual bool former_runs() noexcept { return false; }
-  /// The process that has the seat now writes nothing more to other ranks, though it may run on.
-  virtual void at_rest(int /*rank*/) {}
+  /// Whether a process still runs whose seat another has taken, but for those of which `at_rest`
+  /// holds, by their segment 0. From any thread.
+  using AtRest = std::function<bool(std::byte* control)>;
+  virtual bool former_runs(const AtRest& /*at_rest*/) { return false; }
   /// `rank` is a process that has ended: its memory is zeros.
   virtual void vacate(int rank) = 0;
   /// From now on the memory of processes whose places others take stays until `give_back`, as this

@@ -54,8 +54,8 @@ void SegmentExchange::begin_epoch(std::uint64_t epoch) {
   std::fill(served_.begin(), served_.end(), offers_);
 }
 
-std::optional<SegmentExchange::Offer> SegmentExchange::next() {
-  for (int peer = 0; peer < channel_.size(); ++peer) {
+std::optional<SegmentExchange::Offer> SegmentExchange::next(int after) {
+  for (int peer = after + 1; peer < channel_.size(); ++peer) {
     if (peer == channel_.rank() || !channel_.has(peer)) continue;
     const protocol::Generation seen = offered_[peer].load(protocol::order::acquire);
     protocol::Generation& served = served_[static_cast<std::size_t>(peer)];

@@ -41,7 +41,8 @@ class SegmentExchange {
   void begin_epoch(std::uint64_t epoch);
 
   // For the one thread that takes offers.
-  std::optional<Offer> next();
+  /// Of the next peer beyond `after` that offers one.
+  std::optional<Offer> next(int after = -1);
   void taken(const Offer& offer);
 
  private:

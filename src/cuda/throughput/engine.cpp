@@ -160,15 +160,12 @@ void CudaEngine::destroy() {
   } catch (...) {  // the GPU has failed: leave all the same
   }
   channel_.count(ended);  // who still needs this rank in a later call misses it
-  channel_.leave();
+  const bool left = channel_.leave();
   words_.raise_abort();
   try {
     const OnDevice here(device().index);
     if (!drained) drained = drain(kMost);
-    if (drained && elastic()) {
-      await_device(kMost, "destroy");  // of replays of graphs the group knows nothing
-      channel_.say_at_rest();
-    }
+    if (left && drained && comes_to_rest(kMost)) channel_.say_at_rest();
   } catch (...) {
   }
   stopping_.store(true, std::memory_order_release);
@@ -405,6 +402,14 @@ void CudaEngine::await_calls(const char* call) {
   if (drain(config_.deadline)) return;
   throw Error(ErrorKind::deadline, still_runs(call),
               {rank(), rank(), call, channel_.generation(), 0, 0});
+}
+
+/// Whether this rank writes to no other any more; throws where the GPU has failed or is late.
+bool CudaEngine::comes_to_rest(std::chrono::nanoseconds most) {
+  const std::unique_lock turn(turn_, most);  // a call of another thread may have begun
+  if (!turn) return false;
+  if (has_graphs_) await_device(most, "destroy");  // of replays the group knows nothing
+  return true;
 }
 
 void CudaEngine::await_device(std::chrono::nanoseconds most, const char* call) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -238,6 +239,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   bool map_offer(const SegmentExchange::Offer& offer);
   void load_copies();
   bool drain(std::chrono::nanoseconds most);
+  bool comes_to_rest(std::chrono::nanoseconds most);
   /// Until all that this process has launched on the GPU has ended. Throws Error(system).
   void await_device(std::chrono::nanoseconds most, const char* call);
   void monitor();
@@ -264,8 +266,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   /// Of this rank, which not all have mapped: a death or `regroup` cut the offer off. Offered again
   /// before more is registered.
   std::vector<fabric::Segment> offered_{};
-  /// The offer that comes next could not be mapped since then; of the monitor.
-  std::optional<std::chrono::steady_clock::time_point> refused_since_{};
+  /// By peer, whose offer could not be mapped since then; of the monitor.
+  std::map<int, std::chrono::steady_clock::time_point> refused_since_{};
   std::shared_ptr<PinnedPool> failures_;
   std::shared_ptr<PinnedPool> counts_;
   std::shared_ptr<PinnedPool> alarms_;

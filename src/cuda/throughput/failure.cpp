@@ -277,6 +277,26 @@ void check_ended(CudaEngine& engine, CallRecord& record) {
   if (refused) throw refusal(engine, record);
 }
 
+/// What comes before all that the kernels say: peers may know who really died.
+std::optional<Error> FatalFailure::told(CudaEngine& engine, const Failure& failure) const {
+  engine::Channel& channel = engine.channel();
+  const char* stage = stage_name(failure.stage);
+  if (channel.left()) {
+    return Error(ErrorKind::destroyed,
+                 "rank " + to_string(engine.rank()) + ": " + stage +
+                     ": the group was destroyed during the exchange",
+                 {engine.rank(), -1, stage, failure.written, failure.expected, failure.seen});
+  }
+  channel.count(failure.written);
+  try {
+    channel.check_evicted(stage);
+  } catch (const Error& evicted) {
+    return evicted;
+  }
+  if (cut_off_) return failure.reason == Reason::aborted ? cut_off_ : std::nullopt;
+  return channel.poll(stage, [] { return engine::Channel::kUnknownEnd; }, [](int) { return true; });
+}
+
 Error FatalFailure::error(CudaEngine& engine) {
   std::scoped_lock lock(mutex_);
   if (error_) return *error_;
@@ -288,25 +308,8 @@ Error FatalFailure::error(CudaEngine& engine) {
   Failure failure = *engine.words().fatal;
   const int self = engine.rank();
   const char* stage = stage_name(failure.stage);
-  if (channel.left()) {
-    error_ = Error(
-        ErrorKind::destroyed,
-        "rank " + to_string(self) + ": " + stage + ": the group was destroyed during the exchange",
-        {self, -1, stage, failure.written, failure.expected, failure.seen});
-    return *error_;
-  }
-  channel.count(failure.written);
-  try {
-    channel.check_evicted(stage);
-  } catch (const Error& evicted) {
-    return error_.emplace(evicted);
-  }
-  // What the peers said comes first: they may know who really died.
-  if (auto told = channel.poll(
-          stage, [] { return engine::Channel::kUnknownEnd; }, [](int) { return true; })) {
-    error_ = *told;
-    return *error_;
-  }
+  error_ = told(engine, failure);
+  if (error_) return *error_;
   if (is_beyond(engine, failure) && error_) return *error_;
   switch (failure.reason) {
     case Reason::deadline:
@@ -337,17 +340,20 @@ Error FatalFailure::error(CudaEngine& engine) {
   return *error_;
 }
 
-void FatalFailure::cut_off(const CudaEngine& engine) {
+void FatalFailure::cut_off(CudaEngine& engine) {
   std::scoped_lock lock(mutex_);
-  if (error_ || !engine.words().failed()) return;
-  error_ = Error(ErrorKind::peer_failed,
-                 "rank " + to_string(engine.rank()) + ": regroup has ended the call",
-                 {engine.rank(), -1, "regroup", engine.words().fatal->written, 0, 0});
+  if (cut_off_) return;  // this is another try
+  cut_off_ = engine.channel().dead();
+  if (cut_off_) return;
+  cut_off_ = Error(ErrorKind::peer_failed,
+                   "rank " + to_string(engine.rank()) + ": regroup has ended the call",
+                   {engine.rank(), -1, "regroup", engine.channel().generation(), 0, 0});
 }
 
 void FatalFailure::begin_epoch(const GroupWords& words) {
   std::scoped_lock lock(mutex_);
   error_.reset();
+  cut_off_.reset();
   beyond_.reset();
   std::atomic_ref(*words.abort).store(0, std::memory_order_relaxed);  // before a kernel is launched
   words.fatal->reason = Reason::none;

@@ -28,8 +28,8 @@ class FatalFailure {
  public:
   /// Made once; the peers are told.
   Error error(CudaEngine& engine);
-  /// What still ran was ended by `regroup`, if nothing else is known of it.
-  void cut_off(const CudaEngine& engine);
+  /// Before `regroup` ends what still runs: if nothing else is known of it, that is why it ended.
+  void cut_off(CudaEngine& engine);
   /// The failure is of an epoch that is over, and no kernel runs.
   void begin_epoch(const GroupWords& words);
   /// It is on the account of a rank beyond this engine, of the larger group; or not.
@@ -39,10 +39,12 @@ class FatalFailure {
   }
 
  private:
+  std::optional<Error> told(CudaEngine& engine, const Failure& failure) const;
   bool is_beyond(CudaEngine& engine, Failure& failure);
 
   mutable std::mutex mutex_;
   std::optional<Error> error_{};
+  std::optional<Error> cut_off_{};
   std::optional<Failure> beyond_{};
 };
 

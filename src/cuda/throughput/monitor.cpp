@@ -146,23 +146,24 @@ bool CudaEngine::transfers_with(int peer) {
 }
 
 fabric::Segment CudaEngine::add_segment(const char* call, std::size_t bytes) {
-  const std::size_t whole = gpu().wire().rounded_bytes(bytes);
-  const auto offered = std::find_if(offered_.begin(), offered_.end(),
-                                    [&](const auto& one) { return one.bytes == whole; });
-  if (offered != offered_.end()) {
-    std::swap(*offered, offered_.back());
+  const auto fits = std::find_if(offered_.begin(), offered_.end(), [&](const auto& one) {
+    return one.bytes >= bytes && one.bytes / 2 <= bytes;  // not much too large
+  });
+  if (fits != offered_.end()) {
+    std::swap(*fits, offered_.back());
   } else {
+    fabric::Segment made;
     try {
       // Not under wire_mutex_: meanwhile the monitor maps what peers offer, who may wait, too.
-      offered_.push_back(gpu().wire().register_memory(bytes));
+      made = gpu().wire().register_memory(bytes);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::exhausted) throw;
       return {};
     }
-    const fabric::Segment& made = offered_.back();
     write_table(rank(), made.id, made.data, made.bytes);
     // Before the offer: who does not hear that finds it here.
     if (GpuPage* page = page_in(config_, parts_.cpu_control.data, size())) page->add(made);
+    offered_.push_back(made);
   }
   segments_.offer(call, offered_.back());
   const fabric::Segment segment = offered_.back();
@@ -215,19 +216,19 @@ bool CudaEngine::map_offer(const SegmentExchange::Offer& offer) {
   try {
     wire.attach(offer.peer, offer.segment, offer.bytes, offer.handle);
   } catch (const Error&) {
-    if (!refused_since_) refused_since_ = now;
-    if (!parts_.cpu->fabric->peer_ends(offer.peer) && now - *refused_since_ > kUntilAnEndShows) {
-      throw;
-    }
+    const auto first = refused_since_.try_emplace(offer.peer, now).first->second;
+    if (!parts_.cpu->fabric->peer_ends(offer.peer) && now - first > kUntilAnEndShows) throw;
     return false;
   }
-  refused_since_.reset();
+  refused_since_.erase(offer.peer);
   return true;
 }
 
 void CudaEngine::serve_offers() {
-  while (const auto offer = segments_.next()) {
-    if (!map_offer(*offer)) return;
+  int after = -1;
+  while (const auto offer = segments_.next(after)) {
+    after = offer->peer;
+    if (!map_offer(*offer)) continue;
     write_table(offer->peer, offer->segment, gpu().wire().pointer(offer->peer, offer->segment),
                 gpu().wire().bytes(offer->peer, offer->segment));
     segments_.taken(*offer);

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/log.hpp"
 #include "base/text.hpp"
 #include "cuda/runtime/event.hpp"
 #include "cuda/throughput/create.hpp"
@@ -120,6 +121,7 @@ void EpochChange::end_calls() {
   engine::Channel& channel = engine_.channel_;
   // What has ended calls, before all that the channel knows is that this rank has stopped.
   if (engine_.words_.failed()) (void)engine_.fatal_error();
+  engine_.fatal_.cut_off(engine_);
   channel.stop();
   engine_.words_.raise_abort();
   engine_.await_calls(kRegroup);
@@ -127,7 +129,7 @@ void EpochChange::end_calls() {
   if (engine_.has_graphs_) {
     engine_.await_device(engine_.config_.deadline, kRegroup);
   }
-  engine_.fatal_.cut_off(engine_);
+  if (engine_.words_.failed()) (void)engine_.fatal_error();
   std::uint64_t newest =
       protocol::DeviceEpoch<>::newest_used(engine_.ended_calls(), engine_.calls_);
   for (const auto& exchange : engine_.exchanges()) {
@@ -177,7 +179,7 @@ void EpochChange::begin_epoch(const engine::Epoch& next) {
   }
   if (engine_.elastic()) count_sharers();
   engine_.segments_.begin_epoch(next.number);
-  engine_.refused_since_.reset();
+  engine_.refused_since_.clear();
   engine_.held_ = engine_.lost_may_write();
   LocalWords words{};
   words.generation = words.before = next.first - 1;
@@ -201,7 +203,8 @@ void EpochChange::begin_epoch(const engine::Epoch& next) {
 }
 
 /// Whether the memory of the peer is mapped now. Of one that is being ended it cannot be, which may
-/// show later.
+/// show later, and where that of one which runs cannot be, the log says why. Throws where the peer
+/// shows what cannot be.
 bool EpochChange::try_map(int peer) {
   fabric::Fabric& wire = *engine_.parts_.cpu->fabric;
   const GpuPage& page =
@@ -210,9 +213,15 @@ bool EpochChange::try_map(int peer) {
   for (;;) {
     try {
       return engine_.map(peer, page);
-    } catch (const Error&) {
-      if (wire.peer_ends(peer) || std::chrono::steady_clock::now() >= end) return false;
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::system) throw;
+      if (wire.peer_ends(peer)) return false;
+      if (std::chrono::steady_clock::now() >= end) {
+        log(LogLevel::warn, engine_.rank(), "unreachable", {{"peer", peer}, {"why", error.what()}});
+        return false;
+      }
     }
+    if (engine_.config_.on_wait) engine_.config_.on_wait();
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
 }

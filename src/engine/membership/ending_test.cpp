@@ -2,6 +2,8 @@
 #include <array>
 #include <atomic>
 #include <barrier>
+#include <filesystem>
+#include <iterator>
 #include <latch>
 #include <memory>
 #include <optional>
@@ -185,46 +187,91 @@ TEST(Ending, WhoWaitsForAFreePlaceIsTakenIn) {
   });
 }
 
-/// A rank leaves, and its process runs on; another takes its seat. Only if the one that left has
-/// not said that it is at rest, what was granted to it stays held back.
+/// A rank leaves, and its process runs on; another takes its seat. Until the one that left has said
+/// that it is at rest, what was granted to it stays held back.
 TEST(Ending, WhoHasLeftAtRestWritesNoMore) {
-  for (const bool at_rest : {false, true}) {
-    const std::string name = "left " + std::to_string(process_id()) + (at_rest ? " at rest" : "");
+  for (const std::string says : {"never", "before", "after"}) {
+    const std::string name = "left " + std::to_string(process_id()) + " " + says;
     std::barrier step(2);
+    const auto join = [&](std::uint64_t number) {
+      auto own =
+          std::make_unique<Lone>(fabric::join_shm_fabric(1, Lone::kRanks, name, {}, 20s, {}).fabric,
+                                 name, fabric::kTicketBit | number);
+      (void)own->regroup->join();
+      return own;
+    };
     on_ranks(2, [&](int r) {
-      std::optional<Lone> own;
-      const auto join = [&](std::uint64_t number) {
-        own.emplace(fabric::join_shm_fabric(1, Lone::kRanks, name, {}, 20s, {}).fabric, name,
-                    fabric::kTicketBit | number);
-        (void)own->regroup->join();
-      };
       if (r == 0) {
-        own.emplace(fabric::begin_shm_fabric(0, Lone::kRanks, name), name, 0);
-        (void)own->regroup->begin_alone();
+        Lone own(fabric::begin_shm_fabric(0, Lone::kRanks, name), name, 0);
+        (void)own.regroup->begin_alone();
         step.arrive_and_wait();
-        own->regroup_to(2);
+        own.regroup_to(2);
+        step.arrive_and_wait();  // it leaves
         step.arrive_and_wait();
-        step.arrive_and_wait();  // it has left
-        EXPECT_EQ(own->regroup->run(0).ranks, std::vector<int>{0});
-        EXPECT_EQ(own->regroup->lost_may_write(), !at_rest);
+        EXPECT_EQ(own.regroup->run(0).ranks, std::vector<int>{0});
+        EXPECT_EQ(own.regroup->lost_may_write(), says != "before") << says;
         step.arrive_and_wait();
-        own->regroup_to(2);
-        EXPECT_EQ(own->regroup->lost_may_write(), !at_rest) << "with another in its seat";
+        own.regroup_to(2);
+        EXPECT_EQ(own.regroup->lost_may_write(), says != "before") << says << ", seat taken";
+        step.arrive_and_wait();  // it says so at last
+        step.arrive_and_wait();
+        EXPECT_EQ(own.regroup->lost_may_write(), says == "never") << says << ", at last";
         step.arrive_and_wait();
       } else {
         step.arrive_and_wait();
-        join(1);
+        const auto former = join(1);
         step.arrive_and_wait();
-        own->channel->leave();
-        if (at_rest) own->channel->say_at_rest();
-        own.reset();
+        former->channel->leave();
+        former->memory->fabric->lobby()->close();
+        if (says == "before") former->channel->say_at_rest();
         step.arrive_and_wait();
         step.arrive_and_wait();
-        join(2);
+        const auto next = join(2);
+        step.arrive_and_wait();
+        if (says == "after") former->channel->say_at_rest();
+        step.arrive_and_wait();
         step.arrive_and_wait();
       }
     });
   }
+}
+
+/// A process that takes a seat again and again, never at rest, costs the others one descriptor.
+TEST(Ending, WhoComesAgainTakesOneDescriptor) {
+  constexpr int kTimes = 12;
+  const std::string name = "again " + std::to_string(process_id());
+  const auto descriptors = [] {
+    const std::filesystem::directory_iterator open("/proc/self/fd"), end;
+    return std::distance(open, end);
+  };
+  std::barrier step(2);
+  std::vector<std::ptrdiff_t> open;
+  on_ranks(2, [&](int r) {
+    std::optional<Lone> own;
+    if (r == 0) {
+      own.emplace(fabric::begin_shm_fabric(0, Lone::kRanks, name), name, 0);
+      (void)own->regroup->begin_alone();
+    }
+    for (std::uint64_t time = 1; time <= kTimes; ++time) {
+      step.arrive_and_wait();
+      if (r == 0) {
+        own->regroup_to(2);
+        step.arrive_and_wait();
+        step.arrive_and_wait();
+        EXPECT_EQ(own->regroup->run(0).ranks, std::vector<int>{0});
+        open.push_back(descriptors());
+      } else {
+        own.emplace(fabric::join_shm_fabric(1, Lone::kRanks, name, {}, 20s, {}).fabric, name,
+                    fabric::kTicketBit | time);
+        (void)own->regroup->join();
+        step.arrive_and_wait();
+        own->channel->leave();
+        own.reset();
+        step.arrive_and_wait();
+      }
+    }
+  });
+  EXPECT_LE(open.back(), open[1] + 2) << "after " << kTimes << " times, and after the second";
 }
 
 /// As above, but it says nothing, and its process ends at last.

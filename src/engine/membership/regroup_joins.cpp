@@ -166,7 +166,6 @@ void Regroup::seat_joiners() {
         linking_.begin(seat, view, join.ticket);
         continue;
       }
-      if (channel_.at_rest(seat)) memory_->fabric->lobby()->at_rest(seat);
       seating_.seat(seat, join.ticket, view);
       if (carrier_) carrier_->seat(seat, join.ticket);
       ended_.remove(seat);

@@ -8,6 +8,8 @@
 #include <iterator>
 #include <utility>
 
+#include "engine/channel.hpp"
+
 namespace ferry::engine {
 
 void evict(std::byte* control, const ControlLayout& layout, protocol::Epoch epoch) {
@@ -133,6 +135,12 @@ void Seating::seat(int seat, std::uint64_t ticket, const Member::View& view) {
   lobby_->seat(seat, ticket);
   note_joins(view);
   ever_seated_ = true;
+}
+
+bool Seating::former_may_write() const {
+  return lobby_ != nullptr && lobby_->former_runs([this](std::byte* control) {
+    return Channel::at_rest(control, layout_);
+  });
 }
 
 void Seating::seat_all(const Member::View& view) {

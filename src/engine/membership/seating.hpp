@@ -99,7 +99,7 @@ class Seating {
   /// Of a process that has joined: all seats of its domain but its own.
   void seat_all(const Member::View& view);
   /// Whether a process that had a seat before another may still write.
-  bool former_may_write() const { return lobby_ != nullptr && lobby_->former_runs(); }
+  bool former_may_write() const;
   bool ever_seated() const { return ever_seated_; }
 
  private:

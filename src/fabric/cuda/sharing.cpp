@@ -194,12 +194,10 @@ std::shared_ptr<DeviceBlock> Sharing::open(int peer, const DeviceHandle& handle,
     std::memcpy(&fabric, handle.exported.data(), sizeof fabric);
     return DeviceBlock::map_fabric(context_, handle.bytes, fabric);
   }
-  constexpr std::chrono::nanoseconds kUntilAnAnswer =
-      std::chrono::seconds(5);  // not if it stands still
   const UniqueDescriptor descriptor =
-      way_ == DeviceWay::vmm_pidfd ? take_descriptor(owner.identity.process, handle.descriptor)
-                                   : ask_for_descriptor(owner.fixed.socket, handle.segment,
-                                                        std::min(deadline, kUntilAnAnswer));
+      way_ == DeviceWay::vmm_pidfd
+          ? take_descriptor(owner.identity.process, handle.descriptor)
+          : ask_for_descriptor(owner.fixed.socket, handle.segment, deadline);
   return DeviceBlock::map_vmm(context_, handle.bytes, descriptor.get());
 }
 

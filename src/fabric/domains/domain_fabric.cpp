@@ -149,8 +149,9 @@ class DomainFabric final : public Fabric, public Lobby {
     return far;
   }
   void seat(int rank, std::uint64_t ticket) override { inside_->lobby()->seat(rank, ticket); }
-  bool former_runs() noexcept override { return inside_->lobby()->former_runs(); }
-  void at_rest(int rank) override { inside_->lobby()->at_rest(rank); }
+  bool former_runs(const AtRest& at_rest) override {
+    return inside_->lobby()->former_runs(at_rest);
+  }
   void vacate(int rank) override { inside_->lobby()->vacate(rank); }
 
   NetworkStats network_use() const noexcept override;

@@ -74,8 +74,7 @@ class ShmFabric final : public MappedFabric, public Lobby {
   std::vector<Visitor> visitors() override;
   void seat(int peer, std::uint64_t ticket) override;
   void vacate(int peer) override;
-  bool former_runs() noexcept override;
-  void at_rest(int peer) override { peer_at(peer)->at_rest = true; }
+  bool former_runs(const AtRest& at_rest) override;
   void keep_former() override { keeps_former_ = true; }
   void give_back() override;
 
@@ -86,7 +85,6 @@ class ShmFabric final : public MappedFabric, public Lobby {
     ProcessName process{};
     ProcessWatch watch{};
     std::atomic<bool> forgotten{false};  ///< once it had ended
-    std::atomic<bool> at_rest{false};
   };
 
   /// Lives on while it is looked at, when another thread replaces it.
@@ -98,12 +96,10 @@ class ShmFabric final : public MappedFabric, public Lobby {
     auto next = process ? std::make_shared<Peer>(*process) : std::make_shared<Peer>();
     std::scoped_lock lock(peers_mutex_);
     peers_[static_cast<std::size_t>(peer)].swap(next);
-    if (next && !next->at_rest && next->watch.state() != PeerState::dead) {
-      former_peers_.push_back(std::move(next));
-    }
   }
   void replace(int peer, const std::optional<ProcessName>& process,
                std::vector<std::shared_ptr<Memory>> memory);
+  void note_former(int peer);
   void check_only_group();
   std::string object_of(int peer, SegmentId segment) const {
     return object_name(key_, peer_at(peer)->process, peer, segment);
@@ -116,7 +112,12 @@ class ShmFabric final : public MappedFabric, public Lobby {
   std::int64_t owner_pid_;
   mutable std::mutex peers_mutex_;
   std::vector<std::shared_ptr<Peer>> peers_;
-  std::vector<std::shared_ptr<Peer>> former_peers_;  // whose seats others took; not all have ended
+  /// A process whose seats others took, and segment 0 of each.
+  struct Former {
+    std::shared_ptr<Peer> peer;
+    std::vector<std::shared_ptr<Memory>> controls;
+  };
+  std::vector<Former> former_processes_;
   bool keeps_former_ = false;
   std::vector<std::shared_ptr<Memory>> former_;  // of processes that have ended
   std::set<SegmentId> named_;                    // own segments that still have a name
@@ -213,11 +214,29 @@ PeerState ShmFabric::peer_state(int peer) noexcept {
   return peer_at(peer)->watch.state();
 }
 
-bool ShmFabric::former_runs() noexcept {
+bool ShmFabric::former_runs(const AtRest& at_rest) {
   std::scoped_lock lock(peers_mutex_);
-  std::erase_if(former_peers_,
-                [](const auto& peer) { return peer->watch.state() == PeerState::dead; });
-  return !former_peers_.empty();
+  for (Former& former : former_processes_) {
+    std::erase_if(former.controls, [&](const auto& memory) { return at_rest(memory->data()); });
+  }
+  std::erase_if(former_processes_, [](const Former& former) {
+    return former.controls.empty() || former.peer->watch.state() == PeerState::dead;
+  });
+  return !former_processes_.empty();
+}
+
+/// One process has one entry, so that one which comes again and again takes one descriptor.
+void ShmFabric::note_former(int peer) {
+  const auto* control = segments().find(peer, 0);
+  std::scoped_lock lock(peers_mutex_);
+  const auto& there = peers_[static_cast<std::size_t>(peer)];
+  if (control == nullptr || there->watch.state() == PeerState::dead) return;
+  const auto known =
+      std::find_if(former_processes_.begin(), former_processes_.end(),
+                   [&](const Former& former) { return former.peer->process == there->process; });
+  Former& former =
+      known != former_processes_.end() ? *known : former_processes_.emplace_back(Former{there, {}});
+  former.controls.push_back(control->memory);
 }
 
 bool ShmFabric::peer_ends(int peer) noexcept {
@@ -301,6 +320,9 @@ void ShmFabric::vacate(int peer) {
 
 void ShmFabric::replace(int peer, const std::optional<ProcessName>& process,
                         std::vector<std::shared_ptr<Memory>> memory) {
+  const auto* control = segments().find(peer, 0);
+  if (control != nullptr && control->memory == memory.front()) return;  // it has the seat already
+  note_former(peer);
   // Of one that has ended the memory is given back, but for what it said (segment 0).
   for (SegmentId id = 1; id < segments().count(peer) && peer_state(peer) == PeerState::dead; ++id) {
     if (const auto* old = segments().find(peer, id)) former_.push_back(old->memory);
