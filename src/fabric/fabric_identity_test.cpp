@@ -226,16 +226,17 @@ TEST(DeathWatch, EndSleepsOfOtherWords) {
   OwnChild other;
   ProcessWatch watch(other.name);
   const std::uint64_t before = DeathWatch::count();
-  std::atomic<bool> woken{false};
+  std::atomic<bool> has_slept{false}, woken{false};
   alignas(protocol::kFlagStride) std::uint64_t words[2] = {};
   std::thread sleeper([&] {
     const protocol::Sleepers<> flag(protocol::Flag{words});
     flag.sleep(0, 1);  // a thread that has never slept has not seen the deaths before
+    has_slept = true;
     flag.sleep(0, 120'000'000'000);
     woken = true;
   });
   const protocol::Flag sleepers{words + 1};
-  EXPECT_TRUE(eventually([&] { return sleepers.load(protocol::order::relaxed) > 0; }));
+  EXPECT_TRUE(eventually([&] { return has_slept && sleepers.load(protocol::order::relaxed) > 0; }));
   other.child.kill();
   EXPECT_TRUE(eventually([&] { return woken.load(); }));
   EXPECT_EQ(DeathWatch::count(), before + 1);
