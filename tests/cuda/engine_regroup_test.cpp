@@ -18,7 +18,17 @@ class EngineRegroup : public ::testing::TestWithParam<std::pair<DiesAt, DiesAt>>
   }
 };
 
-class EngineRegroupJoins : public EngineRegroup {};
+class EngineRegroupJoins : public EngineRegroup {
+ protected:
+  /// In which processes begin and join; each says who it is.
+  static TcpOptions a_job() {
+    TcpOptions options;
+    options.size = kRegroupRanks;
+    options.port = free_port();
+    options.secret = "secret of " + std::to_string(options.port);
+    return options;
+  }
+};
 
 /// The routes of `loser`, which must have tokens, name an expert of rank `lost`.
 void route_to_lost(RegroupingRank& rank, int loser, int lost) {
@@ -136,10 +146,7 @@ TEST_F(EngineRegroupJoins, ProcessesTakeThePlaceOfARankThatDies) {
 /// then, whose seats are holes of the epoch in which it begins.
 TEST_F(EngineRegroupJoins, ProcessesComeAtTheSameTimeToOneThatBegan) {
   constexpr int kRounds = 3;
-  TcpOptions options;
-  options.size = kRegroupRanks;
-  options.port = free_port();
-  options.secret = "secret of " + std::to_string(options.port);
+  const TcpOptions options = a_job();
   const auto body = [&](Bootstrap& board) {
     TcpOptions mine = options;
     mine.rank = board.rank();
@@ -164,10 +171,7 @@ TEST_F(EngineRegroupJoins, ProcessesComeAtTheSameTimeToOneThatBegan) {
 /// process that takes its place.
 TEST_F(EngineRegroupJoins, TheProcessOfARankThatLeavesRunsOn) {
   constexpr int kLeaver = 1, kSpare = kRegroupRanks;  // processes
-  TcpOptions options;
-  options.size = kRegroupRanks;
-  options.port = free_port();
-  options.secret = "secret of " + std::to_string(options.port);
+  const TcpOptions options = a_job();
   const auto body = [&](Bootstrap& board) {
     TcpOptions mine = options;
     mine.join = board.rank() == kSpare;

@@ -2,11 +2,11 @@
 # The tests of the CUDA engine, several at a time. Needs one GPU; two or more are better.
 #   tests/cuda/run_engine_tests.sh BUILD [LANE ...]
 # BUILD: a folder with engine_test somewhere inside (build/cuda). LANE: numbers from 0 of the lanes
-# to be run; none: all. LANES (3; on one GPU 2, as it
-# has no room for the processes of more): how many there are; each has two GPUs where there are two,
-# which it may share with its neighbours. Three suit: a lane then meets mostly one of the three kinds
-# of ranks and starts few processes. FILTER: for --gtest_filter.
-# SECONDS_EACH (150): the limit of a lane. LOGS (a temporary folder): what they said.
+# to be run; none: all. LANES: how many there are; 3, but 2 on one GPU, which has no room for the
+# processes of more. Each has two GPUs where there are two, which it may share with its neighbours.
+# Three suit: a lane then meets mostly one of the three kinds of ranks and starts few processes.
+# FILTER: for --gtest_filter. SECONDS_EACH (150): the limit of a lane. LOGS (a temporary folder):
+# what they said.
 # Exit status 1: a test failed.
 set -u
 build=${1:?usage: run_engine_tests.sh BUILD [LANE ...]}

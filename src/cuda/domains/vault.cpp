@@ -34,8 +34,7 @@ Device DomainVault::device() const {
 }
 
 /// On the proxy's thread, which hears of it if the group fails, behind what crosses of the calls
-/// before. `work` uses what the caller has: whatever is thrown, it
-/// has ended.
+/// before. `work` uses what the caller has: whatever is thrown, it has ended.
 void DomainVault::in_turn(const char* call, const std::function<void()>& work) {
   const DomainCall turn(engine_, call, nullptr);
   auto running = std::make_shared<std::promise<void>>();

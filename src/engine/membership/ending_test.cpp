@@ -147,6 +147,19 @@ struct Lone {
     regroup.emplace(memory, nullptr, *channel, config, layout, std::nullopt, ticket);
     regroup->suspect_ending();
   }
+  static std::unique_ptr<Lone> begin(const std::string& name) {
+    auto own = std::make_unique<Lone>(fabric::begin_shm_fabric(0, kRanks, name), name, 0);
+    (void)own->regroup->begin_alone();
+    return own;
+  }
+  /// `number`: another one for each process that joins.
+  static std::unique_ptr<Lone> join(int rank, const std::string& name, std::uint64_t number) {
+    auto own =
+        std::make_unique<Lone>(fabric::join_shm_fabric(rank, kRanks, name, {}, 20s, {}).fabric,
+                               name, fabric::kTicketBit | number);
+    (void)own->regroup->join();
+    return own;
+  }
   /// With all that ask, until there are so many.
   void regroup_to(std::size_t ranks) {
     const auto end = Clock::now() + 20s;
@@ -161,15 +174,10 @@ TEST(Ending, WhoWaitsForAFreePlaceIsTakenIn) {
   const std::string name = "ending " + std::to_string(process_id());
   std::latch begun(2), two(3), all(3);
   on_ranks(Lone::kRanks, [&](int r) {
-    std::optional<Lone> own;
-    const auto join = [&] {
-      own.emplace(fabric::join_shm_fabric(r, Lone::kRanks, name, {}, 20s, {}).fabric, name,
-                  fabric::kTicketBit | static_cast<std::uint64_t>(r));
-      (void)own->regroup->join();
-    };
+    std::unique_ptr<Lone> own;
+    const auto join = [&] { own = Lone::join(r, name, static_cast<std::uint64_t>(r)); };
     if (r == 0) {
-      own.emplace(fabric::begin_shm_fabric(0, Lone::kRanks, name), name, 0);
-      (void)own->regroup->begin_alone();
+      own = Lone::begin(name);
       begun.arrive_and_wait();
       own->regroup_to(2);
     } else if (r == 1) {
@@ -193,40 +201,32 @@ TEST(Ending, WhoHasLeftAtRestWritesNoMore) {
   for (const std::string says : {"never", "before", "after"}) {
     const std::string name = "left " + std::to_string(process_id()) + " " + says;
     std::barrier step(2);
-    const auto join = [&](std::uint64_t number) {
-      auto own =
-          std::make_unique<Lone>(fabric::join_shm_fabric(1, Lone::kRanks, name, {}, 20s, {}).fabric,
-                                 name, fabric::kTicketBit | number);
-      (void)own->regroup->join();
-      return own;
-    };
     on_ranks(2, [&](int r) {
       if (r == 0) {
-        Lone own(fabric::begin_shm_fabric(0, Lone::kRanks, name), name, 0);
-        (void)own.regroup->begin_alone();
+        const auto own = Lone::begin(name);
         step.arrive_and_wait();
-        own.regroup_to(2);
+        own->regroup_to(2);
         step.arrive_and_wait();  // it leaves
         step.arrive_and_wait();
-        EXPECT_EQ(own.regroup->run(0).ranks, std::vector<int>{0});
-        EXPECT_EQ(own.regroup->lost_may_write(), says != "before") << says;
+        EXPECT_EQ(own->regroup->run(0).ranks, std::vector<int>{0});
+        EXPECT_EQ(own->regroup->lost_may_write(), says != "before") << says;
         step.arrive_and_wait();
-        own.regroup_to(2);
-        EXPECT_EQ(own.regroup->lost_may_write(), says != "before") << says << ", seat taken";
+        own->regroup_to(2);
+        EXPECT_EQ(own->regroup->lost_may_write(), says != "before") << says << ", seat taken";
         step.arrive_and_wait();  // it says so at last
         step.arrive_and_wait();
-        EXPECT_EQ(own.regroup->lost_may_write(), says == "never") << says << ", at last";
+        EXPECT_EQ(own->regroup->lost_may_write(), says == "never") << says << ", at last";
         step.arrive_and_wait();
       } else {
         step.arrive_and_wait();
-        const auto former = join(1);
+        const auto former = Lone::join(1, name, 1);
         step.arrive_and_wait();
         former->channel->leave();
         former->memory->fabric->lobby()->close();
         if (says == "before") former->channel->say_at_rest();
         step.arrive_and_wait();
         step.arrive_and_wait();
-        const auto next = join(2);
+        const auto next = Lone::join(1, name, 2);
         step.arrive_and_wait();
         if (says == "after") former->channel->say_at_rest();
         step.arrive_and_wait();
@@ -247,11 +247,8 @@ TEST(Ending, WhoComesAgainTakesOneDescriptor) {
   std::barrier step(2);
   std::vector<std::ptrdiff_t> open;
   on_ranks(2, [&](int r) {
-    std::optional<Lone> own;
-    if (r == 0) {
-      own.emplace(fabric::begin_shm_fabric(0, Lone::kRanks, name), name, 0);
-      (void)own->regroup->begin_alone();
-    }
+    std::unique_ptr<Lone> own;
+    if (r == 0) own = Lone::begin(name);
     for (std::uint64_t time = 1; time <= kTimes; ++time) {
       step.arrive_and_wait();
       if (r == 0) {
@@ -261,9 +258,7 @@ TEST(Ending, WhoComesAgainTakesOneDescriptor) {
         EXPECT_EQ(own->regroup->run(0).ranks, std::vector<int>{0});
         open.push_back(descriptors());
       } else {
-        own.emplace(fabric::join_shm_fabric(1, Lone::kRanks, name, {}, 20s, {}).fabric, name,
-                    fabric::kTicketBit | time);
-        (void)own->regroup->join();
+        own = Lone::join(1, name, time);
         step.arrive_and_wait();
         own->channel->leave();
         own.reset();
@@ -274,21 +269,14 @@ TEST(Ending, WhoComesAgainTakesOneDescriptor) {
   EXPECT_LE(open.back(), open[1] + 2) << "after " << kTimes << " times, and after the second";
 }
 
-/// As above, but it says nothing, and its process ends at last.
+/// A rank leaves and never says that it is at rest; its process ends after another has its seat.
 TEST(Ending, WhoseSeatIsTakenMayWriteUntilItsProcessEnds) {
   const std::string name = "taken " + std::to_string(process_id());
   const auto step =
       std::static_pointer_cast<std::atomic<int>>(ferry::test::shared_block(sizeof(int)));
-  const auto join = [&](std::uint64_t number) {
-    auto own =
-        std::make_unique<Lone>(fabric::join_shm_fabric(1, Lone::kRanks, name, {}, 20s, {}).fabric,
-                               name, fabric::kTicketBit | number);
-    (void)own->regroup->join();
-    return own;
-  };
   ferry::test::Child former(
       [&] {
-        const auto there = join(1);
+        const auto there = Lone::join(1, name, 1);
         there->channel->leave();
         there->memory->fabric->lobby()->close();
         *step = 1;
@@ -296,18 +284,17 @@ TEST(Ending, WhoseSeatIsTakenMayWriteUntilItsProcessEnds) {
         return 0;
       },
       20s);
-  Lone own(fabric::begin_shm_fabric(0, Lone::kRanks, name), name, 0);
-  (void)own.regroup->begin_alone();
-  own.regroup_to(2);
+  const auto own = Lone::begin(name);
+  own->regroup_to(2);
   while (*step == 0) std::this_thread::sleep_for(1ms);
-  EXPECT_EQ(own.regroup->run(0).ranks, std::vector<int>{0});
-  std::thread next([&] { (void)join(2); });
-  own.regroup_to(2);
+  EXPECT_EQ(own->regroup->run(0).ranks, std::vector<int>{0});
+  std::thread next([&] { (void)Lone::join(1, name, 2); });
+  own->regroup_to(2);
   next.join();
-  EXPECT_TRUE(own.regroup->lost_may_write());
+  EXPECT_TRUE(own->regroup->lost_may_write());
   *step = 2;
   EXPECT_EQ(former.wait().code, 0);
-  EXPECT_FALSE(own.regroup->lost_may_write());
+  EXPECT_FALSE(own->regroup->lost_may_write());
 }
 
 }  // namespace

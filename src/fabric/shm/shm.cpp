@@ -119,8 +119,8 @@ class ShmFabric final : public MappedFabric, public Lobby {
   };
   std::vector<Former> former_processes_;
   bool keeps_former_ = false;
-  std::vector<std::shared_ptr<Memory>> former_;  // of processes that have ended
-  std::set<SegmentId> named_;                    // own segments that still have a name
+  std::vector<std::shared_ptr<Memory>> former_memory_;  // of processes that have ended
+  std::set<SegmentId> named_;                           // own segments that still have a name
   Opening opening_{};
   JobKey door_key_{};
   std::unique_ptr<OwnDoor> door_{};
@@ -325,7 +325,7 @@ void ShmFabric::replace(int peer, const std::optional<ProcessName>& process,
   note_former(peer);
   // Of one that has ended the memory is given back, but for what it said (segment 0).
   for (SegmentId id = 1; id < segments().count(peer) && peer_state(peer) == PeerState::dead; ++id) {
-    if (const auto* old = segments().find(peer, id)) former_.push_back(old->memory);
+    if (const auto* old = segments().find(peer, id)) former_memory_.push_back(old->memory);
   }
   if (!keeps_former_) give_back();
   segments().clear(peer);
@@ -337,8 +337,8 @@ void ShmFabric::replace(int peer, const std::optional<ProcessName>& process,
 }
 
 void ShmFabric::give_back() {
-  for (const auto& memory : former_) release_pages(memory->data(), memory->mapped());
-  former_.clear();
+  for (const auto& memory : former_memory_) release_pages(memory->data(), memory->mapped());
+  former_memory_.clear();
 }
 
 std::vector<std::optional<ProcessName>> processes_of(const std::vector<Identity>& ranks) {
