@@ -143,8 +143,9 @@ class Channel {
 
   // For a change of the membership (regroup.cpp), by the thread whose turn it is.
 
-  /// Calls fail until the next epoch begins, and the peers' waits end.
-  void stop();
+  /// Calls fail until the next epoch begins, and the peers' waits for this rank end. `ended`: its
+  /// calls have, so what peers await of these comes; else they were cut off.
+  void stop(bool ended);
   /// Goes on with these ranks. Nothing of the epoch before counts: no flag, no failure.
   void begin_epoch(const Epoch& epoch);
   /// The group has failed; `for_good`: whatever it failed with before.
@@ -265,6 +266,8 @@ class Channel {
   /// For whom this rank waits; -1: for nobody. Peers of other domains see it by this alone.
   void say_awaited(WaitChain::In in, int peer, std::chrono::nanoseconds waited);
   protocol::FailureBroadcast broadcast(protocol::FailureBroadcast::Kind kind, int culprit);
+  protocol::FailureBroadcast broadcast(protocol::FailureBroadcast::Kind kind, int culprit,
+                                       Generation generation);
   int blame(const Awaited& awaited, int fallback) const;
   int blame_by_chain(const Awaited& awaited, int fallback) const;
   int silent(const Awaited& awaited) const;
@@ -340,7 +343,7 @@ class GroupWatch {
  private:
   using Clock = std::chrono::steady_clock;
   void beat(std::uint64_t value);
-  bool may_be_under_way(const protocol::FailureBroadcast& left) const;
+  bool may_be_under_way(const protocol::FailureBroadcast& told) const;
   void say_who_is_missing();
   int culprit() const;
   Clock::duration longest_slice() const;

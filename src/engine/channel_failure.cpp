@@ -1,6 +1,7 @@
 // A failed exchange: the words of its error, which rank it names, the failure broadcast to the
 // peers. channel_watch.cpp detects the failure in a wait of this CPU; `poll`, `late` and `beat` are
 // for an engine whose waits run on a GPU, where the CPU only watches the peers.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <set>
@@ -115,7 +116,12 @@ bool Channel::leave() {
 }
 
 FailureBroadcast Channel::broadcast(FailureBroadcast::Kind kind, int culprit) {
-  const FailureBroadcast told = broadcasts_.raise(reach_, kind, culprit, generation(),
+  return broadcast(kind, culprit, generation());
+}
+
+FailureBroadcast Channel::broadcast(FailureBroadcast::Kind kind, int culprit,
+                                    Generation generation) {
+  const FailureBroadcast told = broadcasts_.raise(reach_, kind, culprit, generation,
                                                   since_.load(std::memory_order_relaxed));
   // Its waits look at once; in this domain they look before long.
   for (int peer = 0; peer < size_; ++peer) {
@@ -131,9 +137,12 @@ bool Channel::unless_left(const std::function<void()>& say) {
   return true;
 }
 
-void Channel::stop() {
+void Channel::stop(bool ended) {
   if (dead()) return;
-  broadcast(FailureBroadcast::Kind::kStopped, rank_);
+  // What latency exchanges count is in `generation()`, too, and says nothing of the swaps.
+  const Generation none = since_.load(std::memory_order_relaxed);
+  broadcast(FailureBroadcast::Kind::kStopped, rank_,
+            ended && !beside_calls_ ? std::max(none, swapped_) : none);
   mark_dead(Error(ErrorKind::peer_failed,
                   rank_text(rank_) + ": regroup did not end: the group waits for another regroup",
                   {rank_, rank_, "regroup", generation(), 0, 0}),

@@ -285,10 +285,12 @@ bool Channel::gone(int peer) const {
 }
 
 /// Outside the domain a failure broadcast overtakes the flags that its reporter raised before it
-/// left: those of its last generation may be under way as long as the network is slow.
-bool GroupWatch::may_be_under_way(const FailureBroadcast& left) const {
-  return left.reporter == left.culprit && channel_.generation() <= left.generation &&
-         channel_.own_word(left.culprit, kBeatWord) == nullptr;
+/// left: those of its last generation may be under way as long as the network is slow. A rank that
+/// calls regroup has ended its calls, and every rank has raised its flags of these, or is about to.
+bool GroupWatch::may_be_under_way(const FailureBroadcast& told) const {
+  if (told.reporter != told.culprit || channel_.generation() > told.generation) return false;
+  if (told.kind == FailureBroadcast::Kind::kStopped) return !channel_.beside_calls_;
+  return channel_.own_word(told.culprit, kBeatWord) == nullptr;
 }
 
 Status GroupWatch::check() {
@@ -341,11 +343,12 @@ Status GroupWatch::poll(bool late) {
   // After looking at the processes: a rank that failed because of another has said so before it
   // ended, so its failure broadcast wins over its own death.
   const auto broadcast = channel_.scan([this, late, dead](const FailureBroadcast& told) {
-    // "Rank A left" counts only if this rank waits for A, or for the rank that passed it on,
-    // which has failed because of it. "I am late", from the late rank itself, is an echo:
-    // believe the rank that waited for it.
+    // "Rank A left", or calls regroup, counts only if this rank waits for A, or for the rank that
+    // passed it on, which has failed because of it. "I am late", from the late rank itself, is an
+    // echo: believe the rank that waited for it.
     if (told.kind == FailureBroadcast::Kind::kLate && told.reporter == told.culprit) return false;
-    if (told.kind != FailureBroadcast::Kind::kLeft) return true;
+    const bool stopped = told.kind == FailureBroadcast::Kind::kStopped;
+    if (!stopped && told.kind != FailureBroadcast::Kind::kLeft) return true;
     if (!awaited_.missing(told.reporter) && !awaited_.missing(told.culprit)) return false;
     // Of a rank whose connections have ended nothing is under way.
     return late || told.culprit == dead || !may_be_under_way(told);

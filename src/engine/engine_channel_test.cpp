@@ -128,6 +128,56 @@ TEST(Channel, NewsOfARankThatLeftReachesThoseWhoWaitForTheReporter) {
   });
 }
 
+/// Rank 1 has ended the call; rank 0, which stood still, has not yet told rank 2 that its rows are
+/// there.
+TEST(Channel, ACallThatAllRanksHaveMadeEndsWellAfterOneCallsRegroup) {
+  for (const int domain_size : {0, 1}) {
+    std::latch stopped(2), met(3);
+    with_seats(
+        3,
+        [&](Channel& channel, std::size_t) {
+          const int rank = channel.rank();
+          channel.swap("together", {});
+          for (int i = 0; i < 3; ++i) {
+            if (rank != 0 || i < 2) channel.deliver(i, 0);
+          }
+          if (rank == 0) {
+            stopped.arrive_and_wait();
+            std::this_thread::sleep_for(300ms);  // longer than a time slice of a wait
+            channel.deliver(2, 0);
+          }
+          channel.await_delivered("rows");
+          if (rank == 1) {
+            channel.stop(true);
+            stopped.count_down();
+          } else {  // the next call, which rank 1 never makes
+            const auto start = Clock::now();
+            expect_error(ErrorKind::peer_failed, {"rank 1 called regroup"},
+                         [&] { channel.swap("alone", {}); });
+            EXPECT_LT(Clock::now() - start, 10s);
+          }
+          met.arrive_and_wait();
+        },
+        20s, domain_size);
+  }
+}
+
+TEST(Channel, NewsOfARankThatCalledRegroupReachesThoseWhoWaitForTheReporter) {
+  std::latch met(3);
+  with_seats(3, [&](Channel& channel, std::size_t) {
+    channel.swap("together", {});
+    const auto start = Clock::now();
+    if (channel.rank() == 0) {
+      channel.stop(false);  // in the middle of its call
+    } else {                // rank 1 waits for rank 0, rank 2 for rank 1 alone
+      expect_error(ErrorKind::peer_failed, {"rank 0 called regroup"},
+                   [&] { channel.await_delivered("rows", channel.rank() - 1); });
+    }
+    EXPECT_LT(Clock::now() - start, 10s);
+    met.arrive_and_wait();
+  });
+}
+
 TEST(Channel, TheDeadlineIsOfEachWaitAndNamesTheRankThatDoesNotWait) {
   std::latch over(3);
   with_seats(

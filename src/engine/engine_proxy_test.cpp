@@ -253,7 +253,7 @@ TEST(Proxy, GoesOnInTheNextEpoch) {
       lost = seat.call(2);
       seat.produce(*lost, 2);
     }
-    seat.channel->stop();
+    seat.channel->stop(false);
     seat.proxy->pause();
     ASSERT_TRUE(seat.await_arrival(1000));  // let go
     const auto refused = seat.call(1);

@@ -25,7 +25,7 @@ ferry::GroupView DomainEpochChange::run() {
   const OnDevice here(engine_.device().index);
   const auto turn = take_turn();
   try {
-    engine_.channel_.stop();
+    engine_.channel_.stop(is_done(engine_.last_) && is_done(engine_.buffer_used_));
     DeathWatch::tell();       // a wait of the proxy looks up at once
     engine_.proxy_->pause();  // or kernels that wait for it would not end
     engine_.inside().regroup_inside([this](engine::Generation used) { return agree(used); });

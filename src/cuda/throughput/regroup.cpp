@@ -122,7 +122,7 @@ void EpochChange::end_calls() {
   // What has ended calls, before all that the channel knows is that this rank has stopped.
   if (engine_.words_.failed()) (void)engine_.fatal_error();
   engine_.fatal_.cut_off(engine_);
-  channel.stop();
+  channel.stop(false);
   engine_.words_.raise_abort();
   engine_.await_calls(kRegroup);
   // Of replays of graphs the group knows nothing.

@@ -94,7 +94,7 @@ Epoch Regroup::agree(protocol::Epoch since) {
       const Epoch epoch = go_on();
       if (member_->running()) return epoch;
       // Another change: others may have gone on, and who has not heard of it has time again.
-      channel_.stop();
+      channel_.stop(true);
       leave_epoch(member_->view().epoch);
       newest = member_->view().epoch;
       give_time();
@@ -111,7 +111,7 @@ void Regroup::begin(std::uint64_t step) {
     member_->progressed(std::max(channel_.generation(), member_->view().generation - 1), step);
   }
   member_->went_on();
-  channel_.stop();
+  channel_.stop(true);
   leave_epoch(member_->view().epoch);
   seat_joiners();  // of a call that threw before it could
   // Not later: a leader that found one then would stop ranks that have gone on.

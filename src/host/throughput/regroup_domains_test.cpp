@@ -108,6 +108,19 @@ TEST(RegroupDomainsErrors, ManyInARowHaveOneEpochEach) {
   });
 }
 
+/// That a rank calls regroup overtakes what it has sent before.
+TEST(RegroupDomainsErrors, CallsThatAllRanksMadeBeforeItEndWell) {
+  if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
+  with_groups(4, domains_of(1), [&](Group& group) {
+    for (std::uint64_t round = 1; round <= 100; ++round) {
+      if (round % 2 == 0) exchange_among(group, {0, 3}, 1);
+      group.commit(round);
+      ASSERT_EQ(group.regroup(), (GroupView{round + 1, {0, 1, 2, 3}, {}, round}));
+    }
+    group.barrier();
+  });
+}
+
 /// Rank 0 leads and waits for rank 1, which never comes, until its deadline; that of the others is
 /// over a moment later, before rank 3 has said that nothing is under way to it.
 TEST(RegroupDomainsErrors, ARankThatAnswersLateStaysWhenTheAgreementTookTheDeadline) {
