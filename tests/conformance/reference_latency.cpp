@@ -105,18 +105,19 @@ void through_e4m3(std::vector<float>& values, std::size_t first, std::size_t end
 void through_logfmt(std::vector<float>& values, std::size_t first, std::size_t end) {
   const LogfmtRange range = logfmt_block_range(values.data() + first, end - first);
   const LogfmtDecoder decoder(range);
+  std::vector<float> levels;
+  for (std::int32_t level = 1; level <= kLogfmtLevels; ++level) {
+    levels.push_back(decoder.value(level));
+  }
   for (std::size_t i = first; i < end; ++i) {
     const float magnitude = std::fabs(values[i]);
     if (!std::isfinite(values[i])) continue;
-    float nearest = 0.0f;
     // Half of the lowest counts as it.
     const bool zero = magnitude < 0x1p-126f || magnitude < range.lowest / 2;
-    for (std::int32_t level = 1; !zero && level <= kLogfmtLevels; ++level) {
-      const float value = decoder.value(level);
-      if (nearest == 0.0f || std::fabs(value - magnitude) < std::fabs(nearest - magnitude)) {
-        nearest = value;
-      }
-    }
+    const auto nearer = [magnitude](float a, float b) {
+      return std::fabs(a - magnitude) < std::fabs(b - magnitude);
+    };
+    const float nearest = zero ? 0.0f : *std::min_element(levels.begin(), levels.end(), nearer);
     values[i] = std::signbit(values[i]) ? -nearest : nearest;
   }
 }
