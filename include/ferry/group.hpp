@@ -315,8 +315,8 @@ class Group {
   /// missed the deadline: they agree who they are and go on in this group, with the memory that is
   /// registered. Plans made before are refused, and so are routes to experts of lost ranks; ranks
   /// keep their numbers, experts and tensors. Called when nothing has failed, it makes the others'
-  /// calls throw, but for those that this rank has ended: after the same calls on all ranks it
-  /// disturbs none. Waits for each rank that may still come, at most one
+  /// calls throw, on the host engine but for collective ones that this rank has ended: after the
+  /// same ones on all ranks it disturbs none. Waits for each rank that may still come, at most one
   /// deadline. Throws Error(evicted) on a rank that the others went on without, and
   /// Error(deadline) when ranks are missing that may still run and the others are no majority; the
   /// group then stays failed. Throws Error(unsupported) unless the ranks, at most 256, share memory

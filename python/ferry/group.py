@@ -511,8 +511,8 @@ class Group:
         """Collective among the ranks that are left, after a call raised because a rank died, left
         or missed the deadline: they agree who they are and go on in this group, in the memory that
         is registered. Plans made before are refused, and so are routes to experts of lost ranks.
-        Called when nothing has failed, it makes the others' calls raise, but for those that this
-        rank has ended: after the same calls on all ranks it disturbs none.
+        Called when nothing has failed, it makes the others' calls raise, on the CPU but for
+        collective ones that this rank has ended: after the same ones on all ranks it disturbs none.
 
         Waits for each rank that may still come, at most one deadline. Raises `EvictedError` on a
         rank that the others went on without, and `DeadlineExceededError` when ranks are missing

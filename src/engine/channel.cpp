@@ -171,6 +171,7 @@ void Channel::begin_epoch(const Epoch& epoch) {
   std::fill(chunks_taken_.begin(), chunks_taken_.end(), chunks);
   // relaxed: broadcasts of the epoch before are of less, whoever reads which.
   since_.store(epoch.first - 1, std::memory_order_relaxed);
+  stop_heard_.store(0, std::memory_order_relaxed);
   std::scoped_lock lock(dead_mutex_);
   dead_.reset();
 }

@@ -276,6 +276,8 @@ class Channel {
   /// Whether a wait for the peer is in vain: its process has ended, or nothing is heard from it.
   bool is_lost(int peer) const;
   bool fresh(int peer, std::size_t word) const;
+  /// How long ago this rank has first asked this in this epoch: when it hears of a regroup.
+  std::chrono::nanoseconds stopped_for();
   std::optional<CallWord> call_of(int peer) const;
   /// "; rank 1 waits in barrier, this rank in dispatch"; empty when nothing is known.
   std::string whereabouts(std::initializer_list<int> ranks) const;
@@ -288,10 +290,11 @@ class Channel {
   int rank_;
   int size_;
   FabricReach reach_;
-  std::atomic<Generation> generation_{0};  // written by the thread whose turn it is
-  Generation swapped_ = 0;                 // the last swap, of the same thread
-  bool beside_calls_ = false;              // or the same as `generation_`
-  std::atomic<Generation> since_{0};       // the least that a broadcast of this epoch can have
+  std::atomic<Generation> generation_{0};     // written by the thread whose turn it is
+  Generation swapped_ = 0;                    // the last swap, of the same thread
+  bool beside_calls_ = false;                 // or the same as `generation_`
+  std::atomic<Generation> since_{0};          // the least that a broadcast of this epoch can have
+  std::atomic<std::uint64_t> stop_heard_{0};  // ns: when a peer was first heard to call regroup
   std::vector<int> ranks_;
   std::vector<std::uint8_t> live_;  // [R]
   std::uint64_t deaths_ = 0;        // told by the kernel, of ranks that are in no epoch any more
@@ -343,7 +346,10 @@ class GroupWatch {
  private:
   using Clock = std::chrono::steady_clock;
   void beat(std::uint64_t value);
-  bool may_be_under_way(const protocol::FailureBroadcast& told) const;
+  bool left_may_be_under_way(const protocol::FailureBroadcast& left) const;
+  /// Whether that a rank has called regroup ends this wait.
+  bool stop_disturbs(const protocol::FailureBroadcast& told) const;
+  std::chrono::nanoseconds grace_after_stop() const;
   void say_who_is_missing();
   int culprit() const;
   Clock::duration longest_slice() const;

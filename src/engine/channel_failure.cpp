@@ -121,8 +121,8 @@ FailureBroadcast Channel::broadcast(FailureBroadcast::Kind kind, int culprit) {
 
 FailureBroadcast Channel::broadcast(FailureBroadcast::Kind kind, int culprit,
                                     Generation generation) {
-  const FailureBroadcast told = broadcasts_.raise(reach_, kind, culprit, generation,
-                                                  since_.load(std::memory_order_relaxed));
+  const FailureBroadcast told =
+      broadcasts_.raise(reach_, kind, culprit, generation, since_.load(std::memory_order_relaxed));
   // Its waits look at once; in this domain they look before long.
   for (int peer = 0; peer < size_; ++peer) {
     if (own_word(peer, 0) == nullptr) memory_->fabric->send_text(peer, {});

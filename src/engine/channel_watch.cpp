@@ -26,6 +26,8 @@ constexpr std::chrono::nanoseconds kLeastFreshBeat = std::chrono::milliseconds(1
 constexpr std::chrono::nanoseconds kUnseenGrace = std::chrono::milliseconds(500);
 /// For news of this rank, which seems to be cut off from all by one of its NICs.
 constexpr std::chrono::nanoseconds kCutOffGrace = std::chrono::seconds(1);
+/// For what a rank that called regroup, and those that ended a call with it, have sent before.
+constexpr std::chrono::nanoseconds kStopGrace = std::chrono::seconds(1);
 /// A rank that has waited for this part of its deadline says so to other domains.
 constexpr int kSaysAfter = 4;
 constexpr auto kGraceSlice = std::chrono::milliseconds(5);
@@ -35,6 +37,10 @@ constexpr std::size_t kBeatWord = 0, kCallWord = 1, kTransferWord = 2, kLeftWord
                       kJoinedWord = 4;
 /// Of kLeftWord.
 constexpr std::uint64_t kLeft = 1, kAtRest = 2;
+
+bool swaps_nothing(CallKind kind) {
+  return kind == CallKind::latency_dispatch || kind == CallKind::latency_combine;
+}
 
 std::uint64_t now_ns() {
   return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
@@ -285,12 +291,36 @@ bool Channel::gone(int peer) const {
 }
 
 /// Outside the domain a failure broadcast overtakes the flags that its reporter raised before it
-/// left: those of its last generation may be under way as long as the network is slow. A rank that
-/// calls regroup has ended its calls, and every rank has raised its flags of these, or is about to.
-bool GroupWatch::may_be_under_way(const FailureBroadcast& told) const {
-  if (told.reporter != told.culprit || channel_.generation() > told.generation) return false;
-  if (told.kind == FailureBroadcast::Kind::kStopped) return !channel_.beside_calls_;
-  return channel_.own_word(told.culprit, kBeatWord) == nullptr;
+/// left: those of its last generation may be under way as long as the network is slow.
+bool GroupWatch::left_may_be_under_way(const FailureBroadcast& left) const {
+  return left.reporter == left.culprit && channel_.generation() <= left.generation &&
+         channel_.own_word(left.culprit, kBeatWord) == nullptr;
+}
+
+/// A rank that calls regroup has ended its calls, and who passes that on all but its last one: so
+/// every rank has raised its flags of these, or is about to.
+bool GroupWatch::stop_disturbs(const FailureBroadcast& told) const {
+  if (channel_.beside_calls_ || channel_.stopped_for() >= grace_after_stop()) return true;
+  if (!awaited_.missing(told.reporter) && !awaited_.missing(told.culprit)) return false;
+  const bool passed_on = told.reporter != told.culprit;
+  const auto call = channel_.call_of(channel_.rank_);
+  if (call && swaps_nothing(call->kind)) {  // generations say nothing of its flags
+    return passed_on || channel_.own_word(told.culprit, kBeatWord) != nullptr;
+  }
+  return channel_.generation() + (passed_on ? 1 : 0) > told.generation;
+}
+
+/// Not longer: who waits for a rank that has been stopped must come to the regroup in time.
+std::chrono::nanoseconds GroupWatch::grace_after_stop() const {
+  return std::min<std::chrono::nanoseconds>(channel_.config_.deadline / 4, kStopGrace);
+}
+
+std::chrono::nanoseconds Channel::stopped_for() {
+  const std::uint64_t now = now_ns();
+  std::uint64_t heard = 0;
+  // relaxed: a time; nothing is read on the strength of it.
+  if (stop_heard_.compare_exchange_strong(heard, now, std::memory_order_relaxed)) return {};
+  return std::chrono::nanoseconds(now - std::min(now, heard));
 }
 
 Status GroupWatch::check() {
@@ -343,15 +373,15 @@ Status GroupWatch::poll(bool late) {
   // After looking at the processes: a rank that failed because of another has said so before it
   // ended, so its failure broadcast wins over its own death.
   const auto broadcast = channel_.scan([this, late, dead](const FailureBroadcast& told) {
-    // "Rank A left", or calls regroup, counts only if this rank waits for A, or for the rank that
-    // passed it on, which has failed because of it. "I am late", from the late rank itself, is an
-    // echo: believe the rank that waited for it.
+    // "Rank A left" counts only if this rank waits for A, or for the rank that passed it on,
+    // which has failed because of it. "I am late", from the late rank itself, is an echo:
+    // believe the rank that waited for it.
     if (told.kind == FailureBroadcast::Kind::kLate && told.reporter == told.culprit) return false;
-    const bool stopped = told.kind == FailureBroadcast::Kind::kStopped;
-    if (!stopped && told.kind != FailureBroadcast::Kind::kLeft) return true;
+    if (told.kind == FailureBroadcast::Kind::kStopped) return stop_disturbs(told);
+    if (told.kind != FailureBroadcast::Kind::kLeft) return true;
     if (!awaited_.missing(told.reporter) && !awaited_.missing(told.culprit)) return false;
     // Of a rank whose connections have ended nothing is under way.
-    return late || told.culprit == dead || !may_be_under_way(told);
+    return late || told.culprit == dead || !left_may_be_under_way(told);
   });
   if (broadcast) {
     broadcast_ = broadcast;

@@ -128,38 +128,66 @@ TEST(Channel, NewsOfARankThatLeftReachesThoseWhoWaitForTheReporter) {
   });
 }
 
-/// Rank 1 has ended the call; rank 0, which stood still, has not yet told rank 2 that its rows are
-/// there.
+/// Ranks 1 and 3 have ended the call; rank 0, which stood still, has not yet told rank 2 that its
+/// rows are there.
 TEST(Channel, ACallThatAllRanksHaveMadeEndsWellAfterOneCallsRegroup) {
   for (const int domain_size : {0, 1}) {
-    std::latch stopped(2), met(3);
+    std::latch stopped(1), passed_on(2), met(4);
     with_seats(
-        3,
+        4,
         [&](Channel& channel, std::size_t) {
           const int rank = channel.rank();
+          const auto makes_the_next_call = [&] {  // which rank 1 never makes
+            const auto start = Clock::now();
+            expect_error(ErrorKind::peer_failed, {"rank 1 called regroup"},
+                         [&] { channel.swap("alone", {}); });
+            EXPECT_LT(Clock::now() - start, 10s);
+          };
           channel.swap("together", {});
-          for (int i = 0; i < 3; ++i) {
-            if (rank != 0 || i < 2) channel.deliver(i, 0);
+          for (int i = 0; i < 4; ++i) {
+            if (rank != 0 || i != 2) channel.deliver(i, 0);
           }
           if (rank == 0) {
-            stopped.arrive_and_wait();
-            std::this_thread::sleep_for(300ms);  // longer than a time slice of a wait
+            passed_on.arrive_and_wait();
+            std::this_thread::sleep_for(100ms);  // longer than a time slice of a wait
             channel.deliver(2, 0);
           }
           channel.await_delivered("rows");
           if (rank == 1) {
             channel.stop(true);
             stopped.count_down();
-          } else {  // the next call, which rank 1 never makes
-            const auto start = Clock::now();
-            expect_error(ErrorKind::peer_failed, {"rank 1 called regroup"},
-                         [&] { channel.swap("alone", {}); });
-            EXPECT_LT(Clock::now() - start, 10s);
+          } else if (rank == 3) {
+            stopped.wait();
+            makes_the_next_call();
+            passed_on.count_down();
+          } else {
+            makes_the_next_call();
           }
           met.arrive_and_wait();
         },
         20s, domain_size);
   }
+}
+
+/// Rank 0 is stopped in the call that rank 1 has ended: rank 2 must not be late for the regroup.
+TEST(Channel, AWaitEndsSoonAfterARegroupWhateverItWaitsFor) {
+  std::latch met(3);
+  with_seats(3, [&](Channel& channel, std::size_t) {
+    channel.swap("together", {});
+    channel.deliver(1, 0);
+    if (channel.rank() != 0) channel.deliver(2, 0);
+    if (channel.rank() == 1) {
+      channel.deliver(0, 0);
+      channel.await_delivered("rows");
+      channel.stop(true);
+    } else if (channel.rank() == 2) {
+      const auto start = Clock::now();
+      expect_error(ErrorKind::peer_failed, {"rank 1 called regroup"},
+                   [&] { channel.await_delivered("rows", 0); });
+      EXPECT_LT(Clock::now() - start, 10s);
+    }
+    met.arrive_and_wait();
+  });
 }
 
 TEST(Channel, NewsOfARankThatCalledRegroupReachesThoseWhoWaitForTheReporter) {

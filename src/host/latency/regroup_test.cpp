@@ -306,6 +306,26 @@ TEST_P(LatencyRegroupDomains, AnExchangeGoesOn) {
   });
 }
 
+/// It swaps nothing, so the last call that a rank tells of says nothing of it.
+TEST(LatencyRegroup, ACallWithoutMasksHearsThatAnotherRankRegroups) {
+  with_groups(kRanks, four(60s), [&](Group& group) {
+    LatencyConfig config = masked_config();
+    config.masks = false;
+    LatencyExchange latency(group, config);
+    Load load(group, latency);
+    rounds(load, 1, 2);
+    const auto start = Clock::now();
+    if (group.rank() > 0) {
+      expect_error(ErrorKind::peer_failed, {"rank 0 called regroup"}, [&] {
+        for (;;) (void)latency.dispatch(load.x(3), load.ids());
+      });
+    }
+    EXPECT_EQ(group.regroup().ranks, (std::vector<int>{0, 1, 2, 3}));
+    EXPECT_LT(Clock::now() - start, 10s);
+    group.barrier();
+  });
+}
+
 /// Of ranks of another domain, too, that have told of a loss before.
 TEST_P(LatencyRegroupDomains, ACallHearsThatRanksRegroupAfterALoss) {
   if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
