@@ -54,7 +54,7 @@ help:
 	@echo 'Ferry: carries Mixture-of-Experts tokens to their experts and back.'
 	@echo
 	@echo '  make demo         train a small MoE language model over 4 ranks, tokens carried by Ferry'
-	@echo '  make test         every test of the project (about 27 minutes on 2 cores)'
+	@echo '  make test         every test of the project (about 26 minutes on 2 cores)'
 	@echo '  make package      build the Python package and the command `ferry` into .venv'
 	@echo '  make wheels       wheels for Linux and Windows that need no compiler, and the sdist (dist/)'
 	@echo '  make deb          Debian packages of the command and the C++ library (dist/)'

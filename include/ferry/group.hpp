@@ -314,15 +314,15 @@ class Group {
   /// Collective among the ranks that are left, after a call threw because a rank died, left or
   /// missed the deadline: they agree who they are and go on in this group, with the memory that is
   /// registered. Plans made before are refused, and so are routes to experts of lost ranks; ranks
-  /// keep their numbers, experts and tensors. Called when nothing has failed, it makes the others'
-  /// calls throw, on the host engine but for collective ones that this rank has ended: after the
-  /// same ones on all ranks it disturbs none. Waits for each rank that may still come, at most one
-  /// deadline. Throws Error(evicted) on a rank that the others went on without, and
-  /// Error(deadline) when ranks are missing that may still run and the others are no majority; the
-  /// group then stays failed. Throws Error(unsupported) unless the ranks, at most 256, share memory
-  /// (fabric local or shm, one domain) or libfabric joins their domains; and on GPUs in several
-  /// domains when the group has had a latency exchange. Elsewhere latency exchanges with masks go
-  /// on, and others are made anew. Takes in processes that wait for places of lost ranks
+  /// keep their numbers, experts and tensors. When nothing has failed, calls of the others
+  /// throw; on the host engine not the collective ones that this rank has ended, so ranks that make
+  /// the same calls and then regroup do not disturb each other. Waits for each rank that may still
+  /// come, at most one deadline. Throws Error(evicted) on a rank that the others went on without,
+  /// and Error(deadline) when ranks are missing that may still run and the others are no majority;
+  /// the group then stays failed. Throws Error(unsupported) unless the ranks, at most 256, share
+  /// memory (fabric local or shm, one domain) or libfabric joins their domains; and on GPUs in
+  /// several domains when the group has had a latency exchange. Elsewhere latency exchanges with
+  /// masks go on, and others are made anew. Takes in processes that wait for places of lost ranks
   /// (GroupConfig::elastic).
   GroupView regroup();
   /// Collective. Returns when every rank has called it with this step, so that each has what it

@@ -511,8 +511,9 @@ class Group:
         """Collective among the ranks that are left, after a call raised because a rank died, left
         or missed the deadline: they agree who they are and go on in this group, in the memory that
         is registered. Plans made before are refused, and so are routes to experts of lost ranks.
-        Called when nothing has failed, it makes the others' calls raise, on the CPU but for
-        collective ones that this rank has ended: after the same ones on all ranks it disturbs none.
+        When nothing has failed, calls of the others raise; on CPUs not the collective ones that
+        this rank has ended, so ranks that make the same calls and then regroup do not disturb each
+        other.
 
         Waits for each rank that may still come, at most one deadline. Raises `EvictedError` on a
         rank that the others went on without, and `DeadlineExceededError` when ranks are missing

@@ -276,7 +276,7 @@ class Channel {
   /// Whether a wait for the peer is in vain: its process has ended, or nothing is heard from it.
   bool is_lost(int peer) const;
   bool fresh(int peer, std::size_t word) const;
-  /// How long ago this rank has first asked this in this epoch: when it hears of a regroup.
+  /// How long this rank has known that a peer calls regroup: since it first asked in this epoch.
   std::chrono::nanoseconds stopped_for();
   std::optional<CallWord> call_of(int peer) const;
   /// "; rank 1 waits in barrier, this rank in dispatch"; empty when nothing is known.
@@ -347,9 +347,12 @@ class GroupWatch {
   using Clock = std::chrono::steady_clock;
   void beat(std::uint64_t value);
   bool left_may_be_under_way(const protocol::FailureBroadcast& left) const;
-  /// Whether that a rank has called regroup ends this wait.
-  bool stop_disturbs(const protocol::FailureBroadcast& told) const;
-  std::chrono::nanoseconds grace_after_stop() const;
+  /// Whether the reporter has ended the call that this rank waits in. Then every rank has raised
+  /// its flags of that call, or is about to.
+  bool has_ended_this_call(const protocol::FailureBroadcast& stopped) const;
+  /// Whether no call is waited for any more, because a rank has called regroup.
+  bool must_regroup() const;
+  bool ends_wait(const protocol::FailureBroadcast& told, bool late, int dead) const;
   void say_who_is_missing();
   int culprit() const;
   Clock::duration longest_slice() const;

@@ -139,7 +139,7 @@ bool Channel::unless_left(const std::function<void()>& say) {
 
 void Channel::stop(bool ended) {
   if (dead()) return;
-  // What latency exchanges count is in `generation()`, too, and says nothing of the swaps.
+  // `generation()` also counts latency exchanges; beside calls no swap says which call it is of.
   const Generation none = since_.load(std::memory_order_relaxed);
   broadcast(FailureBroadcast::Kind::kStopped, rank_,
             ended && !beside_calls_ ? std::max(none, swapped_) : none);

@@ -297,22 +297,35 @@ bool GroupWatch::left_may_be_under_way(const FailureBroadcast& left) const {
          channel_.own_word(left.culprit, kBeatWord) == nullptr;
 }
 
-/// A rank that calls regroup has ended its calls, and who passes that on all but its last one: so
-/// every rank has raised its flags of these, or is about to.
-bool GroupWatch::stop_disturbs(const FailureBroadcast& told) const {
-  if (channel_.beside_calls_ || channel_.stopped_for() >= grace_after_stop()) return true;
-  if (!awaited_.missing(told.reporter) && !awaited_.missing(told.culprit)) return false;
-  const bool passed_on = told.reporter != told.culprit;
+/// A rank that calls regroup has ended its calls, and who passes that on all but its last one.
+bool GroupWatch::has_ended_this_call(const FailureBroadcast& stopped) const {
+  const bool passed_on = stopped.reporter != stopped.culprit;
   const auto call = channel_.call_of(channel_.rank_);
-  if (call && swaps_nothing(call->kind)) {  // generations say nothing of its flags
-    return passed_on || channel_.own_word(told.culprit, kBeatWord) != nullptr;
+  if (call && swaps_nothing(call->kind)) {  // so generations do not tell; near flags would be here
+    return !passed_on && channel_.own_word(stopped.culprit, kBeatWord) == nullptr;
   }
-  return channel_.generation() + (passed_on ? 1 : 0) > told.generation;
+  return channel_.generation() + (passed_on ? 1 : 0) <= stopped.generation;
 }
 
-/// Not longer: who waits for a rank that has been stopped must come to the regroup in time.
-std::chrono::nanoseconds GroupWatch::grace_after_stop() const {
-  return std::min<std::chrono::nanoseconds>(channel_.config_.deadline / 4, kStopGrace);
+/// Who waits for a rank that stands still must come to the regroup in time.
+bool GroupWatch::must_regroup() const {
+  const auto grace = std::min<std::chrono::nanoseconds>(channel_.config_.deadline / 4, kStopGrace);
+  return channel_.beside_calls_ || channel_.stopped_for() >= grace;
+}
+
+bool GroupWatch::ends_wait(const FailureBroadcast& told, bool late, int dead) const {
+  // Who passed it on has failed because of it.
+  const bool missing = awaited_.missing(told.reporter) || awaited_.missing(told.culprit);
+  switch (told.kind) {
+    // "I am late", from the late rank itself, is an echo: believe the rank that waited for it.
+    case FailureBroadcast::Kind::kLate: return told.reporter != told.culprit;
+    // Of a rank whose connections have ended nothing is under way.
+    case FailureBroadcast::Kind::kLeft:
+      return missing && (late || told.culprit == dead || !left_may_be_under_way(told));
+    case FailureBroadcast::Kind::kStopped:
+      return must_regroup() || (missing && !has_ended_this_call(told));
+    default: return true;
+  }
 }
 
 std::chrono::nanoseconds Channel::stopped_for() {
@@ -372,17 +385,8 @@ Status GroupWatch::poll(bool late) {
   }
   // After looking at the processes: a rank that failed because of another has said so before it
   // ended, so its failure broadcast wins over its own death.
-  const auto broadcast = channel_.scan([this, late, dead](const FailureBroadcast& told) {
-    // "Rank A left" counts only if this rank waits for A, or for the rank that passed it on,
-    // which has failed because of it. "I am late", from the late rank itself, is an echo:
-    // believe the rank that waited for it.
-    if (told.kind == FailureBroadcast::Kind::kLate && told.reporter == told.culprit) return false;
-    if (told.kind == FailureBroadcast::Kind::kStopped) return stop_disturbs(told);
-    if (told.kind != FailureBroadcast::Kind::kLeft) return true;
-    if (!awaited_.missing(told.reporter) && !awaited_.missing(told.culprit)) return false;
-    // Of a rank whose connections have ended nothing is under way.
-    return late || told.culprit == dead || !left_may_be_under_way(told);
-  });
+  const auto broadcast =
+      channel_.scan([&](const FailureBroadcast& told) { return ends_wait(told, late, dead); });
   if (broadcast) {
     broadcast_ = broadcast;
     status.code = Status::Code::kPeerFailed;

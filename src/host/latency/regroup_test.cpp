@@ -306,7 +306,7 @@ TEST_P(LatencyRegroupDomains, AnExchangeGoesOn) {
   });
 }
 
-/// It swaps nothing, so the last call that a rank tells of says nothing of it.
+/// Such a call swaps nothing, so the last call that a rank names says nothing of it.
 TEST(LatencyRegroup, ACallWithoutMasksHearsThatAnotherRankRegroups) {
   with_groups(kRanks, four(60s), [&](Group& group) {
     LatencyConfig config = masked_config();

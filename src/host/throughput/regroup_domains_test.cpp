@@ -108,7 +108,7 @@ TEST(RegroupDomainsErrors, ManyInARowHaveOneEpochEach) {
   });
 }
 
-/// That a rank calls regroup overtakes what it has sent before.
+/// The news that a rank calls regroup overtakes what that rank has sent before.
 TEST(RegroupDomainsErrors, CallsThatAllRanksMadeBeforeItEndWell) {
   if (!has_network()) GTEST_SKIP() << "no libfabric on this machine";
   with_groups(4, domains_of(1), [&](Group& group) {
